@@ -1,0 +1,1 @@
+"""Numbers: rounding modes, their bit algebra, random bits, and the kernel over them."""

@@ -1,0 +1,133 @@
+"""Counter-based random bits: a pure function of (seed, element index, element value).
+
+There is no generator state and no array of random bits in memory: each element hashes
+its own position, so the bits are the same for any block shape, mesh or backend, and the
+hash fuses into whatever reads it. The Pallas kernel and the XLA path call the same code.
+
+The mixing function is `lowbias32` (Chris Wellons, "Prospecting for Hash Functions", 2018;
+two multiplications, three shifts, a bijection of the 32-bit words), applied once a seed
+word, so that neither word alone shows through.
+"""
+
+import hashlib
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# 2^32 divided by the golden ratio. It keeps the all-zero seed and index away from 0, the
+# fixed point of the mixing function.
+_GOLDEN = np.uint32(0x9E3779B9)
+_VALUE_FACTOR = np.uint32(0x85EBCA6B)  # odd, so multiplying by it loses nothing
+
+
+def mix(h: jax.Array) -> jax.Array:
+    """Mixes [...] uint32 words so that each input bit flips about half the output."""
+    h = h ^ (h >> np.uint32(16))
+    h = h * np.uint32(0x7FEB352D)
+    h = h ^ (h >> np.uint32(15))
+    h = h * np.uint32(0x846CA68B)
+    return h ^ (h >> np.uint32(16))
+
+
+def random_bits(
+    seed: tuple[jax.Array, jax.Array],
+    index: jax.Array,
+    value_bits: jax.Array | None = None,
+) -> jax.Array:
+    """Draws 32 random bits an element.
+
+    Args:
+      seed: two uint32 scalars.
+      index: [...] uint32, each element's position in the whole array.
+      value_bits: [...] uint32 or None. The element's own bit pattern, to tell apart draws
+        that have seed and index in common (the layers of a scanned stack).
+
+    Returns:
+      [...] uint32.
+    """
+    h = mix((index ^ seed[0]) + _GOLDEN)
+    if value_bits is not None:
+        h = h ^ (value_bits * _VALUE_FACTOR)
+    return mix((h ^ seed[1]) + _GOLDEN)
+
+
+def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Gives the distance in elements between neighbours along each dimension."""
+    return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
+
+
+def element_index(shape: tuple[int, ...], strides: tuple[int, ...]) -> jax.Array:
+    """Gives each element's position: the sum over dimensions of place times stride.
+
+    Args:
+      shape: of the array.
+      strides: elements between neighbours along each dimension.
+
+    Returns:
+      [*shape] uint32, modulo 2^32.
+    """
+    index = jnp.zeros(shape, jnp.uint32)
+    for dimension, stride in enumerate(strides):
+        place = jax.lax.broadcasted_iota(jnp.uint32, shape, dimension)
+        index = index + place * np.uint32(stride & 0xFFFFFFFF)
+    return index
+
+
+def seed_from_key(key: jax.Array | int) -> jax.Array:
+    """Turns a JAX key or an integer into the two seed words.
+
+    Args:
+      key: a typed key (`jax.random.key`), a raw uint32 key (`jax.random.PRNGKey`), or an
+        integer seed. Every word of the key counts, whatever its implementation.
+
+    Returns:
+      [2] uint32.
+
+    Raises:
+      TypeError: `key` is none of these, or an array of several keys.
+      ValueError: `key` is a negative integer or one of more than 64 bits.
+    """
+    if isinstance(key, (int, np.integer)) and not isinstance(key, bool):
+        if not 0 <= key < 2**64:
+            raise ValueError(
+                f"`key` must be from 0 to 2**64 - 1 if an integer, got {key}. "
+                "Pass a smaller seed or a JAX key."
+            )
+        words = jnp.array([int(key) >> 32, int(key) & 0xFFFFFFFF], jnp.uint32)
+    elif isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        words = jax.random.key_data(key)
+    else:
+        words = key
+    if getattr(words, "dtype", None) != jnp.uint32 or words.ndim != 1:
+        described = getattr(key, "aval", None) or repr(key)
+        raise TypeError(
+            "`key` must be one JAX key or a non-negative integer seed, got "
+            f"{described}. Make one with `jax.random.key(seed)`."
+        )
+    return fold_words(words)
+
+
+def fold_words(words: jax.Array) -> jax.Array:
+    """Hashes [n] uint32 words into [2] uint32 seed words that all depend on all."""
+    first, second = jnp.uint32(0), jnp.uint32(1)
+    for position in range(words.shape[0]):
+        first, second = mix((first ^ words[position]) + _GOLDEN), first ^ second
+        second = mix(second + first + np.uint32(position))
+    return jnp.stack([first, second])
+
+
+def fold_in_path(seed: jax.Array, path: str) -> jax.Array:
+    """Gives the seed of the tensor at `path`.
+
+    Args:
+      seed: [2] uint32.
+      path: of the parameter or module, such as "layers/mlp/up/kernel".
+
+    Returns:
+      [2] uint32.
+    """
+    digest = hashlib.blake2b(path.encode(), digest_size=8).digest()
+    words = np.frombuffer(digest, "<u4").astype(np.uint32)
+    return mix((seed ^ words) + _GOLDEN)
