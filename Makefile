@@ -1,0 +1,32 @@
+# Two commands: `make train` and `make test`. Both set up everything they need in .venv.
+PYTHON ?= python3
+VENV ?= .venv
+CONFIG ?= configs/small.py
+ARGS ?=
+
+RUN := $(VENV)/bin
+
+.PHONY: setup train test check clean
+
+train: setup
+	$(RUN)/python train.py --config $(CONFIG) $(ARGS)
+
+test: setup
+	$(RUN)/python -m pytest -n 2 $(ARGS)
+
+# Formatting, lint and types.
+check: setup
+	$(RUN)/ruff format --check .
+	$(RUN)/ruff check .
+	$(RUN)/mypy
+
+setup: $(VENV)/installed
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv $(VENV)
+	$(RUN)/python -m pip install --quiet --constraint constraints.txt --editable ".[train,test]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs

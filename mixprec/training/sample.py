@@ -1,0 +1,84 @@
+"""Text from a trained byte-level model."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SampleConfig:
+    """What to generate at the end of training.
+
+    Attributes:
+      prompt: text to go on from; at least one byte in UTF-8.
+      length: bytes to generate; 0 for none.
+      temperature: divides the logits; 0 takes the likeliest byte each time.
+
+    Raises:
+      ValueError: a value out of its range.
+    """
+
+    prompt: str
+    length: int
+    temperature: float
+
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise ValueError("`prompt` must not be empty, got ''. Give it a newline.")
+        for name in ("length", "temperature"):
+            if getattr(self, name) < 0:
+                raise ValueError(
+                    f"`{name}` must be at least 0, got {getattr(self, name)}. "
+                    f"Correct config.sample.{name}."
+                )
+
+
+def generate(model: nn.Module, params: Any, config: SampleConfig, *, seed: int) -> str:
+    """Goes on from a prompt.
+
+    Args:
+      model: maps [batch, length] int32 bytes to [batch, length, 256] logits, causally.
+      params: its parameters.
+      config: what to generate.
+      seed: of the draws.
+
+    Returns:
+      The prompt and what follows; bytes that are not UTF-8 replaced.
+    """
+    prompt = config.prompt.encode()
+    length = len(prompt) + config.length
+    text = jnp.zeros((1, length), jnp.int32)
+    text = text.at[0, : len(prompt)].set(jnp.asarray(list(prompt), jnp.int32))
+    text = _fill(
+        model, params, text, jax.random.key(seed), len(prompt), config.temperature
+    )
+    return bytes(text[0].tolist()).decode(errors="replace")
+
+
+@functools.partial(jax.jit, static_argnames=("model", "start", "temperature"))
+def _fill(
+    model: nn.Module,
+    params: Any,
+    text: jax.Array,
+    key: jax.Array,
+    start: int,
+    temperature: float,
+) -> jax.Array:
+    """Replaces the bytes from `start` on, one after the other."""
+
+    def fill_one(place: jax.Array, text: jax.Array) -> jax.Array:
+        # The whole text each time: what stands after `place` is invisible to it, and
+        # no cache of keys and values asks anything of the model.
+        logits = model.apply({"params": params}, text)[0, place - 1]
+        if temperature == 0:
+            byte = jnp.argmax(logits)
+        else:
+            draw = jax.random.fold_in(key, place)
+            byte = jax.random.categorical(draw, logits / temperature)
+        return text.at[0, place].set(byte.astype(jnp.int32))
+
+    return jax.lax.fori_loop(start, text.shape[1], fill_one, text)

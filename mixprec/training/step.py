@@ -1,0 +1,109 @@
+"""One optimizer step: forward and backward through the rounded model, then the update."""
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+
+from mixprec.linen import RNG_STREAM
+from mixprec.training.metrics import StepMetrics, ValidationMetrics
+from mixprec.training.state import TrainState
+
+TrainStep = Callable[[TrainState, jax.Array], tuple[TrainState, StepMetrics]]
+ValidationStep = Callable[[Any, jax.Array], ValidationMetrics]
+
+
+def make_train_step(
+    model: nn.Module,
+    optimizer: optax.GradientTransformation,
+    learning_rate: optax.Schedule,
+    *,
+    seed: int,
+    microbatches: int,
+) -> TrainStep:
+    """Gives the compiled step, which consumes the state that it is given.
+
+    The random bits of stochastic rounding depend on (seed, step, microbatch, parameter
+    path, element) alone, so a resumed run draws what the uninterrupted one draws.
+
+    Args:
+      model: maps [batch, length] int32 tokens to [batch, length, vocabulary] logits;
+        wrapped, if it is to round.
+      optimizer: of the master weights.
+      learning_rate: for the metrics.
+      seed: of stochastic rounding.
+      microbatches: parts that a batch is split into, one after the other, to save memory.
+
+    Returns:
+      A function of (state, [batch, length + 1] int32 tokens); batch must divide by
+      `microbatches`.
+    """
+
+    def step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, StepMetrics]:
+        step_key = jax.random.fold_in(jax.random.key(seed), state.step)
+
+        def accumulate(total: Any, part: tuple[jax.Array, jax.Array]) -> tuple[Any, Any]:
+            number, tokens_of_part = part
+            rngs = {RNG_STREAM: jax.random.fold_in(step_key, number)}
+            loss, gradient = jax.value_and_grad(
+                lambda params: token_loss(model, params, tokens_of_part, rngs)
+            )(state.params)
+            return jax.tree.map(jnp.add, total, gradient), loss
+
+        parts = tokens.reshape(microbatches, -1, tokens.shape[-1])
+        zeros = jax.tree.map(jnp.zeros_like, state.params)
+        total, losses = jax.lax.scan(accumulate, zeros, (jnp.arange(microbatches), parts))
+        gradient = jax.tree.map(lambda g: g / microbatches, total)
+
+        updates, optimizer_state = optimizer.update(
+            gradient, state.optimizer_state, state.params
+        )
+        measured = StepMetrics.single_from_model_output(
+            loss=losses,
+            gradient_norm=optax.global_norm(gradient),
+            learning_rate=jnp.asarray(learning_rate(state.step), jnp.float32),
+        )
+        new_state = TrainState(
+            step=state.step + 1,
+            params=optax.apply_updates(state.params, updates),
+            optimizer_state=optimizer_state,
+        )
+        return new_state, measured
+
+    return jax.jit(step, donate_argnums=0)
+
+
+def make_validation_step(model: nn.Module) -> ValidationStep:
+    """Gives the compiled measurement of (params, [batch, length + 1] int32 tokens).
+
+    It passes no random stream, so stochastic rounding draws from the policy's own seed
+    and every validation draws alike.
+    """
+
+    def step(params: Any, tokens: jax.Array) -> ValidationMetrics:
+        loss = token_loss(model, params, tokens, rngs=None)
+        return ValidationMetrics.single_from_model_output(loss=loss)
+
+    return jax.jit(step)
+
+
+def token_loss(
+    model: nn.Module, params: Any, tokens: jax.Array, rngs: dict[str, jax.Array] | None
+) -> jax.Array:
+    """Gives the mean cross-entropy of each next token.
+
+    Args:
+      model: as for `make_train_step`.
+      params: its parameters.
+      tokens: [batch, length + 1] int32.
+      rngs: random streams for the model.
+
+    Returns:
+      [] float32, in nats a token.
+    """
+    logits = model.apply({"params": params}, tokens[:, :-1], rngs=rngs)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+    return jnp.mean(losses)
