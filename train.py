@@ -66,9 +66,9 @@ def parse_flags(argv: list[str]) -> list[str]:
 def _find_config(argument: str) -> str:
     flag, equals, value = argument.rpartition("=")
     beside = HERE / value
-    if flag in ("", "--config", "-config") and value.endswith(".py"):
-        if not pathlib.Path(value).exists() and beside.exists():
-            return f"{flag}{equals}{beside}"
+    is_config = flag in ("", "--config", "-config") and value.endswith(".py")
+    if is_config and not pathlib.Path(value).exists() and beside.exists():
+        return f"{flag}{equals}{beside}"
     return argument
 
 

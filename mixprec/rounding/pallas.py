@@ -171,9 +171,7 @@ def _kernel(
             rounded = bits_lib.round_bits(bits, mode, random_bits)
             out_ref[window] = bits_lib.to_float(rounded, out_ref.dtype)
 
-    starts = tuple(
-        pl.program_id(d) * length for d, length in enumerate(x_ref.shape)
-    )
+    starts = tuple(pl.program_id(d) * length for d, length in enumerate(x_ref.shape))
     if x_ref.ndim == 1:
         round_strip((...,), lambda shape: index.strip(shape, starts, jnp.uint32(0)))
         return
@@ -184,7 +182,10 @@ def _kernel(
 
     @pl.loop(0, depth * (rows // strip_rows))
     def _(step: jax.Array) -> None:
-        slice_in_block, strip = step // (rows // strip_rows), step % (rows // strip_rows)
+        slice_in_block, strip = (
+            step // (rows // strip_rows),
+            step % (rows // strip_rows),
+        )
         row = pl.multiple_of(strip * strip_rows, math.gcd(strip_rows, _STRIP_ROWS))
         offset = index.leading_offset(first_slice + slice_in_block)
         round_strip(

@@ -52,6 +52,11 @@ class Checkpointer:
         policies = ocp.checkpoint_managers
         self._manager = ocp.CheckpointManager(
             (workdir / _FOLDER).resolve(),
+            item_handlers={
+                "state": ocp.StandardCheckpointHandler(),
+                "data": grain.checkpoint.CheckpointHandler(),
+                "run": ocp.JsonCheckpointHandler(),
+            },
             options=ocp.CheckpointManagerOptions(
                 preservation_policy=policies.AnyPreservationPolicy(
                     [
@@ -144,7 +149,9 @@ class Checkpointer:
         for path, (shape, dtype) in _types(expected).items():
             found = saved_types.pop(path, None)
             if found != (shape, dtype):
-                described = "nothing" if found is None else f"{found[1]}{list(found[0])}"
+                described = (
+                    "nothing" if found is None else f"{found[1]}{list(found[0])}"
+                )
                 raise ValueError(
                     f"checkpoint {step}: `{path}` must be {dtype}{list(shape)}, got "
                     f"{described}. Resume with the config of the run that saved it, or "

@@ -16,7 +16,8 @@ import rich.console
 import rich.progress
 from clu import parameter_overview
 
-from mixprec import linen, wrap
+import mixprec
+from mixprec import linen
 from mixprec.training import checkpoint as checkpoint_lib
 from mixprec.training import data as data_lib
 from mixprec.training import metrics, sample, state, step
@@ -141,7 +142,9 @@ def train(
     ) as checkpointer:
         batches = dataset.train_iterator()
         train_state = _resume(checkpointer, train_state, batches, run, steps, console)
-        (workdir / _CONFIG_FILE).write_text(json.dumps(config.resolved, indent=2) + "\n")
+        (workdir / _CONFIG_FILE).write_text(
+            json.dumps(config.resolved, indent=2) + "\n"
+        )
         with contextlib.closing(
             metrics.MetricsWriter(workdir, resume_step=int(train_state.step))
         ) as writer:
@@ -198,14 +201,14 @@ class _Trainer:
         run: dict[str, Any],
     ) -> tuple[state.TrainState, float]:
         """Trains up to the last step; gives the state and its validation loss."""
-        last, done = self._config.steps, int(train_state.step)
+        first, last = int(train_state.step), self._config.steps
         val_loss = None
         with _progress(self._console) as progress:
             task = progress.add_task(
-                "", total=last, completed=done, loss="-", tokens_per_second="-"
+                "", total=last, completed=first, loss="-", tokens_per_second="-"
             )
-            clock = _Clock(done)
-            for done in range(done + 1, last + 1):
+            clock = _Clock(first)
+            for done in range(first + 1, last + 1):
                 tokens = jnp.asarray(next(batches), jnp.int32)
                 train_state, measured = self._train_step(train_state, tokens)
                 if done % self._config.log_every == 0 or done == last:
@@ -237,7 +240,9 @@ class _Trainer:
                 "Lower config.optimizer.learning_rate, or look at the last rounding "
                 "table for a tensor whose values overflow."
             )
-        scalars["tokens_per_second"] = self._tokens_per_step * clock.steps_per_second(done)
+        scalars["tokens_per_second"] = self._tokens_per_step * clock.steps_per_second(
+            done
+        )
         self._writer.write(done, scalars)
         if not self._console.is_terminal:
             self._console.print(
@@ -294,7 +299,7 @@ def _print_rounding(
         return
     batch = config.data.batch_size // config.train.microbatches
     tokens = jax.ShapeDtypeStruct((batch, config.data.sequence_length), jnp.int32)
-    console.print(wrap.explain(model, tokens))
+    console.print(mixprec.explain(model, tokens))
 
 
 def _resume(
@@ -330,4 +335,3 @@ def _progress(console: rich.console.Console) -> rich.progress.Progress:
         rich.progress.TimeRemainingColumn(),
         console=console,
     )
-

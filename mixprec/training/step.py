@@ -45,7 +45,9 @@ def make_train_step(
     def step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, StepMetrics]:
         step_key = jax.random.fold_in(jax.random.key(seed), state.step)
 
-        def accumulate(total: Any, part: tuple[jax.Array, jax.Array]) -> tuple[Any, Any]:
+        def accumulate(
+            total: Any, part: tuple[jax.Array, jax.Array]
+        ) -> tuple[Any, Any]:
             number, tokens_of_part = part
             rngs = {RNG_STREAM: jax.random.fold_in(step_key, number)}
             loss, gradient = jax.value_and_grad(
@@ -55,7 +57,9 @@ def make_train_step(
 
         parts = tokens.reshape(microbatches, -1, tokens.shape[-1])
         zeros = jax.tree.map(jnp.zeros_like, state.params)
-        total, losses = jax.lax.scan(accumulate, zeros, (jnp.arange(microbatches), parts))
+        total, losses = jax.lax.scan(
+            accumulate, zeros, (jnp.arange(microbatches), parts)
+        )
         gradient = jax.tree.map(lambda g: g / microbatches, total)
 
         updates, optimizer_state = optimizer.update(
@@ -63,7 +67,7 @@ def make_train_step(
         )
         measured = StepMetrics.single_from_model_output(
             loss=losses,
-            gradient_norm=optax.global_norm(gradient),
+            gradient_norm=optax.tree.norm(gradient),
             learning_rate=jnp.asarray(learning_rate(state.step), jnp.float32),
         )
         new_state = TrainState(

@@ -1,0 +1,153 @@
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mixprec
+from mixprec.training import state, step
+
+TOKENS = jax.random.randint(jax.random.key(0), (8, 7), 0, 16)
+STOCHASTIC = mixprec.Policy(params=(mixprec.Rule(".*", "stochastic"),))
+
+
+class Model(nn.Module):
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(16, 12, name="embed")(tokens)
+        return nn.Dense(16, name="head")(jnp.tanh(nn.Dense(12, name="hidden")(x)))
+
+
+def first_state(model, optimizer):
+    return state.init_state(model, optimizer, seed=0, sequence_length=6)
+
+
+def take_step(model, tokens=TOKENS, *, microbatches=1, seed=0, at_step=0):
+    optimizer = optax.sgd(1.0)
+    train_step = step.make_train_step(
+        model,
+        optimizer,
+        optax.constant_schedule(1.0),
+        seed=seed,
+        microbatches=microbatches,
+    )
+    start = first_state(model, optimizer).replace(step=jnp.int32(at_step))
+    return train_step(start, tokens)
+
+
+def numpy_loss(params, tokens):
+    p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+    x = p["embed"]["embedding"][tokens[:, :-1]]
+    x = np.tanh(x @ p["hidden"]["kernel"] + p["hidden"]["bias"])
+    logits = x @ p["head"]["kernel"] + p["head"]["bias"]
+    log_sums = np.log(np.exp(logits).sum(-1))
+    targets = tokens[:, 1:]
+    right = np.take_along_axis(logits, targets[..., None], -1)[..., 0]
+    return (log_sums - right).mean()
+
+
+def test_loss_is_the_cross_entropy_of_the_next_token():
+    params = first_state(Model(), optax.sgd(1.0)).params
+    loss = step.token_loss(Model(), params, TOKENS, rngs=None)
+    np.testing.assert_allclose(loss, numpy_loss(params, np.asarray(TOKENS)), rtol=1e-6)
+
+
+def test_a_step_moves_the_masters_by_the_gradient():
+    before = first_state(Model(), optax.sgd(1.0)).params
+    after, measured = take_step(Model())
+    assert after.step == 1
+    nudge = 1e-5
+    for path in (("hidden", "kernel"), ("head", "bias"), ("embed", "embedding")):
+        moved = np.asarray(
+            before[path[0]][path[1]] - after.params[path[0]][path[1]], np.float64
+        )
+        place = np.unravel_index(np.abs(moved).argmax(), moved.shape)
+        losses = []
+        for sign in (1, -1):
+            shifted = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), before)
+            shifted[path[0]][path[1]] = shifted[path[0]][path[1]].copy()
+            shifted[path[0]][path[1]][place] += sign * nudge
+            losses.append(numpy_loss(shifted, np.asarray(TOKENS)))
+        slope = (losses[0] - losses[1]) / (2 * nudge)
+        # Float32 against a central difference in float64: 1e-4 relative.
+        np.testing.assert_allclose(moved[place], slope, rtol=1e-4)
+    assert measured.compute()["learning_rate"] == 1.0
+
+
+@pytest.mark.parametrize("microbatches", [2, 4, 8])
+def test_microbatches_give_the_step_of_the_whole_batch(microbatches):
+    whole, whole_metrics = take_step(Model())
+    split, split_metrics = take_step(Model(), microbatches=microbatches)
+    # Sums in another order: a few units in the last place of float32.
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+        whole.params,
+        split.params,
+    )
+    for name in ("loss", "gradient_norm"):
+        np.testing.assert_allclose(
+            whole_metrics.compute()[name], split_metrics.compute()[name], rtol=1e-5
+        )
+
+
+def params_equal(a, b):
+    return jax.tree.all(jax.tree.map(lambda x, y: bool((x == y).all()), a, b))
+
+
+def test_draws_are_a_function_of_seed_and_step():
+    model = mixprec.wrap(Model(), STOCHASTIC)
+    first, _ = take_step(model, seed=5, at_step=3)
+    again, _ = take_step(mixprec.wrap(Model(), STOCHASTIC), seed=5, at_step=3)
+    other_seed, _ = take_step(model, seed=6, at_step=3)
+    other_step, _ = take_step(model, seed=5, at_step=4)
+    assert params_equal(first.params, again.params)
+    assert not params_equal(first.params, other_seed.params)
+    assert not params_equal(first.params, other_step.params)
+
+
+def test_microbatches_draw_differently():
+    model = mixprec.wrap(Model(), STOCHASTIC)
+    twice = jnp.concatenate([TOKENS, TOKENS])
+    once, _ = take_step(model, TOKENS)
+    both, _ = take_step(model, twice, microbatches=2)
+    plain, _ = take_step(Model(), TOKENS)
+    plain_both, _ = take_step(Model(), twice, microbatches=2)
+    # Were both microbatches rounded alike, their mean would be that of one, but for
+    # sums in another order.
+    order = greatest_difference(plain.params, plain_both.params)
+    assert greatest_difference(once.params, both.params) > 100 * order
+
+
+def greatest_difference(a, b):
+    differences = jax.tree.map(lambda x, y: float(abs(x - y).max()), a, b)
+    return max(jax.tree.leaves(differences))
+
+
+def test_masters_and_moments_stay_float32_though_the_model_is_rounded():
+    policy = mixprec.Policy(
+        params=(mixprec.Rule(".*", "toward_zero"),), out_dtype="bfloat16"
+    )
+    model = mixprec.wrap(Model(), policy)
+    optimizer = optax.adamw(1e-3)
+    train_step = step.make_train_step(
+        model, optimizer, optax.constant_schedule(1e-3), seed=0, microbatches=2
+    )
+    after, _ = train_step(first_state(model, optimizer), TOKENS)
+    leaves = jax.tree.leaves((after.params, after.optimizer_state))
+    floats = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    assert len(floats) == 15  # 5 parameters, and two moments of each
+    assert {leaf.dtype for leaf in floats} == {jnp.dtype(jnp.float32)}
+    # An update far below bfloat16's resolution reaches the masters.
+    kernel = after.params["hidden"]["kernel"]
+    assert (np.asarray(kernel).view(np.uint32) & 0xFFFF).any()
+
+
+def test_validation_is_deterministic_and_rounds():
+    model = mixprec.wrap(Model(), STOCHASTIC)
+    params = first_state(Model(), optax.sgd(1.0)).params
+    losses = [
+        step.make_validation_step(wrapped)(params, TOKENS).compute()["val_loss"]
+        for wrapped in (model, mixprec.wrap(Model(), STOCHASTIC), Model())
+    ]
+    assert losses[0] == losses[1] != losses[2]
