@@ -11,7 +11,7 @@ import sys
 
 import flax.linen as nn
 import rich.console
-from absl import app, flags
+from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
 import mixprec
@@ -76,6 +76,8 @@ def main(argv: list[str]) -> None:
     """Trains as the flags say."""
     if len(argv) > 1:
         sys.exit(f"train.py: unexpected {' '.join(argv[1:])}. Write --config FILE.")
+    if not flags.FLAGS["verbosity"].present:
+        logging.set_verbosity(logging.WARNING)  # the libraries tell of every file
     name = pathlib.Path(flags.FLAGS["config"].config_filename).stem
     workdir = pathlib.Path(_WORKDIR.value or HERE / "runs" / name)
     config = _CONFIG.value
