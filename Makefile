@@ -26,6 +26,11 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
 	$(RUN)/python -m pip install --quiet --constraint constraints.txt --editable ".[train,test]"
+ifeq ($(shell uname -sm),Linux x86_64)
+	# The TPU compiler, with which the tests compile for TPUs that are not there. It lies
+	# where JAX does not look by itself: without a TPU it would warn at every start.
+	$(RUN)/python -m pip install --quiet --constraint constraints.txt --target $(VENV)/libtpu libtpu
+endif
 	touch $@
 
 clean:

@@ -20,6 +20,8 @@ from mixprec.training import checkpoint, data, loop, sample, state
 
 HERE = pathlib.Path(__file__).resolve().parent
 
+_FILE_WIDTH = 110  # characters
+
 _CONFIG = config_flags.DEFINE_config_file(
     "config", help_string="A file in configs/; override with --config.train.steps=100."
 )
@@ -54,6 +56,11 @@ def build_run(config: ConfigDict) -> loop.RunConfig:
     )
 
 
+def make_console() -> rich.console.Console:
+    """Gives a console as wide as the terminal; into a file, wide enough for tables."""
+    return rich.console.Console(width=None if sys.stdout.isatty() else _FILE_WIDTH)
+
+
 def parse_flags(argv: list[str]) -> list[str]:
     """Parses the command line; a relative config is looked for beside train.py too."""
     try:
@@ -82,9 +89,7 @@ def main(argv: list[str]) -> None:
     workdir = pathlib.Path(_WORKDIR.value or HERE / "runs" / name)
     config = _CONFIG.value
     try:
-        loop.train(
-            build_model(config), build_run(config), workdir, rich.console.Console()
-        )
+        loop.train(build_model(config), build_run(config), workdir, make_console())
     except KeyboardInterrupt:
         sys.exit("train.py: interrupted. The same command goes on from the checkpoint.")
 

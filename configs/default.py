@@ -17,17 +17,17 @@ def get_config() -> ml_collections.ConfigDict:
     # "stdlib" (the Python standard library's own source), or a text file, a folder or
     # a glob of text files.
     config.data.path = "stdlib"
-    config.data.sequence_length = 256  # bytes
+    config.data.sequence_length = 128  # bytes
     config.data.batch_size = 16  # sequences in one optimizer step
     config.data.validation_fraction = 0.05  # of the files (of the bytes, if one file)
 
     config.model = ml_collections.ConfigDict()
     config.model.vocab_size = 256  # one token for each byte
     config.model.num_layers = 4
-    config.model.width = 192  # of the residual stream; num_heads must divide it
-    config.model.num_heads = 6  # of queries
+    config.model.width = 128  # of the residual stream; num_heads must divide it
+    config.model.num_heads = 4  # of queries
     config.model.num_kv_heads = 2  # of keys and values; must divide num_heads
-    config.model.mlp_width = 512  # about 8/3 of width gives 8 width^2 weights (SwiGLU)
+    config.model.mlp_width = 352  # 8/3 of width makes an MLP of 8 width^2 weights
     config.model.rope_theta = 10_000.0  # base of the rotary wavelengths, in tokens
     config.model.norm_epsilon = 1e-6  # added to the mean square before its root
     config.model.tie_embeddings = True  # whether logits use the embedding's weights
