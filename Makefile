@@ -29,7 +29,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 ifeq ($(shell uname -sm),Linux x86_64)
 	# The TPU compiler, with which the tests compile for TPUs that are not there. It lies
 	# where JAX does not look by itself: without a TPU it would warn at every start.
-	$(RUN)/python -m pip install --quiet --constraint constraints.txt --target $(VENV)/libtpu libtpu
+	$(RUN)/python -m pip install --quiet --constraint constraints.txt --upgrade --target $(VENV)/libtpu libtpu
 endif
 	touch $@
 

@@ -1,0 +1,141 @@
+"""The command line as a user has it: in processes of their own."""
+
+import json
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+TINY = {
+    "data.sequence_length": 16,
+    "data.batch_size": 4,
+    "model.num_layers": 1,
+    "model.width": 16,
+    "model.num_heads": 2,
+    "model.num_kv_heads": 1,
+    "model.mlp_width": 24,
+    "train.steps": 300,
+    "train.microbatches": 2,
+    "train.log_every": 1,
+    "train.validate_every": 100,
+    "train.validation_batches": 2,
+    "checkpoint.every": 20,
+    "sample.length": 5,
+}
+
+
+def command(*arguments, config="configs/small.py", options=None):
+    overrides = [f"--config.{key}={value}" for key, value in (options or {}).items()]
+    script = str(ROOT / "train.py")
+    return [sys.executable, script, "--config", config, *overrides, *arguments]
+
+
+def run(command, cwd):
+    return subprocess.run(
+        command, cwd=cwd, capture_output=True, text=True, timeout=600, check=False
+    )
+
+
+def tiny(corpus, workdir, **changes):
+    options = TINY | {"data.path": corpus} | changes
+    return command("--workdir", str(workdir), options=options)
+
+
+def metrics(workdir):
+    lines = (workdir / "metrics.jsonl").read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def without_speed(entries):
+    dropped = "tokens_per_second"
+    return [{k: v for k, v in entry.items() if k != dropped} for entry in entries]
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    generator = np.random.default_rng(0)
+    words = "it is the first of many small steps to take on the way".split()
+    path = tmp_path / "text.txt"
+    path.write_text(" ".join(generator.choice(words, 2000)))
+    return path
+
+
+def test_killed_and_run_again_from_another_folder_it_gives_the_same_losses(
+    corpus, tmp_path
+):
+    whole = run(tiny(corpus, tmp_path / "whole"), tmp_path)
+    assert whole.returncode == 0, whole.stderr
+    assert "byte frequencies alone" in whole.stdout
+
+    interrupted = subprocess.Popen(
+        tiny(corpus, tmp_path / "parts"),
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    # Long after a checkpoint, and between two of them.
+    while not (tmp_path / "parts" / "metrics.jsonl").exists() or not any(
+        entry["step"] >= 75 for entry in metrics(tmp_path / "parts")
+    ):
+        assert interrupted.poll() is None
+        time.sleep(0.001)
+    interrupted.send_signal(signal.SIGKILL)
+    interrupted.wait()
+    reached = metrics(tmp_path / "parts")[-1]["step"]
+    assert reached < 300
+
+    resumed = run(tiny(corpus, tmp_path / "parts"), tmp_path)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "resuming after step" in resumed.stdout
+    assert without_speed(metrics(tmp_path / "parts")) == without_speed(
+        metrics(tmp_path / "whole")
+    )
+
+    raised = run(tiny(corpus, tmp_path / "parts", **{"train.steps": 305}), tmp_path)
+    assert raised.returncode == 0, raised.stderr
+    assert "resuming after step 300 of 305" in raised.stdout
+    assert metrics(tmp_path / "parts")[-1]["step"] == 305
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--config.train.stepz=3"], 'Did you mean "steps"'),
+        (["--config.trian.steps=3"], 'Did you mean "train"'),
+        (["--config.train.steps=2.5"], "steps"),
+        (["more"], "unexpected more. Write --config FILE"),
+        (["--config.data.path=/nowhere/at/all"], "'/nowhere/at/all' must exist"),
+        (["--config.model.num_heads=3"], "`width` must be"),
+        (["--config.policy.backend=cuda"], "`backend` must be one of auto, pallas"),
+    ],
+)
+def test_bad_input_is_named(arguments, message, tmp_path):
+    result = run(command(*arguments, "--workdir", str(tmp_path / "run")), tmp_path)
+    assert result.returncode != 0
+    assert message in result.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_config_that_does_not_exist_is_named(tmp_path):
+    result = run(command(config="configs/smal.py"), tmp_path)
+    assert result.returncode != 0
+    assert "configs/smal.py" in result.stderr
+
+
+def test_the_config_is_required(tmp_path):
+    result = run([sys.executable, str(ROOT / "train.py")], tmp_path)
+    assert result.returncode != 0
+    assert "--config" in result.stderr
+
+
+def test_results_go_to_runs_beside_train_py_unless_told_otherwise():
+    import train
+
+    assert train.HERE == ROOT
+    ignored = (ROOT / ".gitignore").read_text().splitlines()
+    assert "runs/" in ignored
