@@ -1,0 +1,35 @@
+"""What holds for all tests: eight CPU devices, no silent promotion."""
+
+import os
+import pathlib
+import sys
+
+# Read when JAX is first imported; a test process must not look for other devices.
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+)
+# The TPU compiler without a TPU, in several processes at once.
+os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+os.environ["TPU_MIN_LOG_LEVEL"] = "3"
+os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
+# Where `make setup` puts it.
+sys.path.append(str(pathlib.Path(sys.prefix) / "libtpu"))
+
+import importlib.util
+
+import jax
+import pytest
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_runtest_setup(item):
+    """Skips what needs the TPU compiler where it is absent; in CI that is an error."""
+    if not item.get_closest_marker("tpu_compile") or importlib.util.find_spec("libtpu"):
+        return
+    reason = "libtpu is not installed (it exists for Linux on x86-64)"
+    if os.environ.get("MIXPREC_REQUIRE_TPU_COMPILE"):
+        pytest.fail(reason)
+    pytest.skip(reason)
