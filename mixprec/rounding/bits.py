@@ -103,6 +103,12 @@ def to_float(bits: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     """
     if jnp.dtype(dtype) == jnp.float32:
         return jax.lax.bitcast_convert_type(bits, jnp.float32)
-    # By integers, since a float conversion may change the payload of a NaN.
-    halves = (bits >> _HALF_WIDTH).astype(jnp.uint16)
-    return jax.lax.bitcast_convert_type(halves, jnp.bfloat16)
+    return jax.lax.bitcast_convert_type(to_halves(bits), jnp.bfloat16)
+
+
+def to_halves(bits: jax.Array) -> jax.Array:
+    """Gives [...] uint16 bfloat16 patterns of [...] uint32 rounded float32 patterns.
+
+    By integers, since a float conversion may change the payload of a NaN.
+    """
+    return (bits >> _HALF_WIDTH).astype(jnp.uint16)

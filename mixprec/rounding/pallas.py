@@ -80,7 +80,11 @@ def round_pallas(
         has_seed=seed is not None,
     )
     block = pl.BlockSpec(tiles.block_shape, lambda *step: step)
-    out_type = _like(view, dtype)
+    # Interpreted, bfloat16 is written as patterns: on the CPU, XLA moves bfloat16 arrays
+    # by way of float32, which changes the payload of a NaN.
+    as_patterns = interpret and dtype == jnp.bfloat16
+    stored_dtype = np.dtype(np.uint16) if as_patterns else dtype
+    out_type = _like(view, stored_dtype)
     outputs = pl.pallas_call(
         kernel,
         out_shape=(out_type,) * len(modes),
@@ -101,8 +105,10 @@ def round_pallas(
     )(*([view] if seed is None else [seed, view]))
     ordered_shape = tuple(x.shape[d] for d in tiles.order)
     back = tuple(int(d) for d in np.argsort(tiles.order))
-    ordered = [y.reshape(ordered_shape).transpose(back) for y in outputs]
-    return tuple(y.reshape(shape) for y in ordered)
+    rounded = [y.reshape(ordered_shape).transpose(back).reshape(shape) for y in outputs]
+    if as_patterns:
+        rounded = [jax.lax.bitcast_convert_type(y, dtype) for y in rounded]
+    return tuple(rounded)
 
 
 _SCALARS = pl.BlockSpec(memory_space=pltpu.SMEM)
@@ -169,7 +175,10 @@ def _kernel(
             )
         for out_ref, mode in zip(out_refs, modes, strict=True):
             rounded = bits_lib.round_bits(bits, mode, random_bits)
-            out_ref[window] = bits_lib.to_float(rounded, out_ref.dtype)
+            if out_ref.dtype == jnp.uint16:
+                out_ref[window] = bits_lib.to_halves(rounded)
+            else:
+                out_ref[window] = bits_lib.to_float(rounded, out_ref.dtype)
 
     starts = tuple(pl.program_id(d) * length for d, length in enumerate(x_ref.shape))
     if x_ref.ndim == 1:

@@ -1,0 +1,182 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mixprec.rounding import random
+
+SEED = (jnp.uint32(123), jnp.uint32(456))
+N = 1 << 20
+
+
+def lowbias32(x):
+    """The published function, on Python's whole numbers."""
+    x ^= x >> 16
+    x = x * 0x7FEB352D % 2**32
+    x ^= x >> 15
+    x = x * 0x846CA68B % 2**32
+    return x ^ (x >> 16)
+
+
+def draw(seed=SEED, start=0, n=N, values=None):
+    index = jnp.arange(start, start + n, dtype=jnp.uint32)
+    return np.asarray(random.random_bits(seed, index, values))
+
+
+def correlation(a, b):
+    """Correlation of the upper 16 bits, in standard deviations of independent ones."""
+    a, b = (x.astype(np.float64) for x in (a >> 16, b >> 16))
+    return np.corrcoef(a, b)[0, 1] * np.sqrt(len(a))
+
+
+def test_mix_is_lowbias32():
+    inputs = [0, 1, 2, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 0x12345678]
+    found = random.mix(jnp.asarray(np.array(inputs, np.uint32))).tolist()
+    assert found == [lowbias32(x) for x in inputs]
+
+
+def test_bits_are_those_of_the_formula():
+    golden = 0x9E3779B9
+    expected = []
+    for index in range(5):
+        first = lowbias32(((index ^ 123) + golden) % 2**32)
+        expected.append(lowbias32(((first ^ 456) + golden) % 2**32))
+    assert draw(n=5).tolist() == expected
+
+
+# 4.9 standard deviations: 1 in a million for one comparison.
+@pytest.mark.parametrize("seed", [(0, 0), (0, 1), (1, 0), (123, 456), (2**32 - 1, 7)])
+def test_upper_halves_are_uniform(seed):
+    bits = draw(tuple(map(jnp.uint32, seed))) >> 16
+    counts = np.bincount(bits >> 4, minlength=4096)
+    expected = N / 4096
+    chi_square = ((counts - expected) ** 2 / expected).sum()
+    assert abs(chi_square - 4095) / np.sqrt(2 * 4095) < 4.9
+
+
+@pytest.mark.parametrize("distance", [1, 2, 128, 1024, 4097])
+def test_neighbours_and_rows_are_not_correlated(distance):
+    assert abs(correlation(draw(), draw(start=distance))) < 4.9
+
+
+@pytest.mark.parametrize("other", [(123, 457), (122, 456), (456, 123), (124, 457)])
+def test_seeds_are_not_correlated(other):
+    assert abs(correlation(draw(), draw(tuple(map(jnp.uint32, other))))) < 4.9
+
+
+def test_each_bit_of_the_input_flips_half_of_the_output():
+    index = np.arange(1 << 14, dtype=np.uint64) * 2654435761 % 2**32
+    base = np.asarray(random.random_bits(SEED, jnp.asarray(index.astype(np.uint32))))
+    for bit in range(32):
+        flipped = jnp.asarray((index ^ (1 << bit)).astype(np.uint32))
+        changed = base ^ np.asarray(random.random_bits(SEED, flipped))
+        for output_bit in range(16, 32):  # those that rounding uses
+            share = ((changed >> output_bit) & 1).mean()
+            # 512 comparisons at 1/2 +- 0.0039: 5.5 standard deviations.
+            assert abs(share - 0.5) < 5.5 * 0.5 / np.sqrt(len(index))
+
+
+def test_a_bad_generator_fails_the_same_tests():
+    constant = np.full(N, 0xABCD0000, np.uint32)
+    counts = np.bincount((constant >> 16) >> 4, minlength=4096)
+    expected = N / 4096
+    chi_square = ((counts - expected) ** 2 / expected).sum()
+    assert abs(chi_square - 4095) / np.sqrt(2 * 4095) > 4.9
+    index = np.arange(N + 1, dtype=np.uint64)
+    lcg_low_half = ((index * 1664525 + 1013904223) << 16).astype(np.uint32)
+    assert abs(correlation(lcg_low_half[:-1], lcg_low_half[1:])) > 4.9
+
+
+def test_values_tell_draws_apart():
+    values = jnp.arange(N, dtype=jnp.uint32)
+    first, second = draw(values=values), draw(values=values + jnp.uint32(1))
+    assert abs(correlation(first, second)) < 4.9
+    assert abs(correlation(first, draw())) < 4.9
+    np.testing.assert_array_equal(first, draw(values=values))
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (3, 5), (2, 3, 4, 5)])
+def test_element_index_counts_in_row_major_order(shape):
+    strides = random.row_major_strides(shape)
+    expected = np.arange(int(np.prod(shape)), dtype=np.uint32).reshape(shape)
+    found = np.asarray(random.element_index(shape, strides))
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_element_index_follows_other_strides():
+    found = np.asarray(random.element_index((2, 3), (0, 10)))
+    np.testing.assert_array_equal(found, [[0, 10, 20], [0, 10, 20]])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda seed: jax.random.key(seed),
+        lambda seed: jax.random.PRNGKey(seed),
+        lambda seed: jax.random.key(seed, impl="rbg"),
+        lambda seed: seed,
+        lambda seed: np.int64(seed),
+    ],
+)
+def test_every_kind_of_key_gives_a_seed_of_its_own(make):
+    seeds = [random.seed_from_key(make(seed)) for seed in (0, 1, 2, 2**31 - 1)]
+    for seed in seeds:
+        assert seed.shape == (2,)
+        assert seed.dtype == jnp.uint32
+    assert len({tuple(seed.tolist()) for seed in seeds}) == 4
+    np.testing.assert_array_equal(seeds[1], random.seed_from_key(make(1)))
+
+
+def test_every_word_of_a_key_counts():
+    words = np.array([1, 2, 3, 4], np.uint32)
+    seeds = set()
+    for place in range(4):
+        changed = words.copy()
+        changed[place] += 1
+        key = jax.random.wrap_key_data(jnp.asarray(changed), impl="rbg")
+        seeds.add(tuple(random.seed_from_key(key).tolist()))
+    assert len(seeds) == 4
+
+
+def test_high_words_of_an_integer_seed_count():
+    low, high = random.seed_from_key(5), random.seed_from_key(5 + 2**32)
+    assert low.tolist() != high.tolist()
+
+
+def test_a_traced_key_gives_the_same_seed():
+    key = jax.random.key(3)
+    np.testing.assert_array_equal(
+        jax.jit(random.seed_from_key)(key), random.seed_from_key(key)
+    )
+    keys = jax.random.split(key, 3)
+    np.testing.assert_array_equal(
+        jax.vmap(random.seed_from_key)(keys)[1], random.seed_from_key(keys[1])
+    )
+
+
+@pytest.mark.parametrize(
+    "key", [1.5, "a", True, None, np.float32(1), jnp.float32([1, 2]), [1, 2]]
+)
+def test_what_is_no_key_is_refused(key):
+    with pytest.raises(TypeError, match="`key` must be one JAX key or a non-negative"):
+        random.seed_from_key(key)
+
+
+def test_several_keys_are_refused():
+    with pytest.raises(TypeError, match="`key` must be one JAX key"):
+        random.seed_from_key(jax.random.split(jax.random.key(0), 3))
+
+
+@pytest.mark.parametrize("key", [-1, 2**64])
+def test_integers_out_of_range_are_refused(key):
+    with pytest.raises(ValueError, match=f"from 0 to .* if an integer, got {key}"):
+        random.seed_from_key(key)
+
+
+def test_paths_get_seeds_of_their_own():
+    seed = random.seed_from_key(0)
+    paths = [f"layers/{name}/kernel" for name in "abcdefgh"] + ["", "x", "xx"]
+    folded = [tuple(random.fold_in_path(seed, path).tolist()) for path in paths]
+    assert len(set(folded)) == len(paths)
+    first, second = (tuple(random.fold_in_path(seed, path)) for path in "ab")
+    assert abs(correlation(draw(first), draw(second))) < 4.9
