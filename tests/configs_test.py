@@ -74,4 +74,3 @@ def test_the_parameter_counts_in_the_comments_hold(name, millions):
     text = importlib.import_module(f"configs.{name}").__doc__
     assert f"{millions}M parameters" in text
     assert round(count_parameters(name) / 1e6) == millions
-

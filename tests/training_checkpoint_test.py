@@ -55,7 +55,9 @@ def test_restores_every_bit_and_the_place_in_the_data(tmp_path):
     assert jax.tree.structure(restored) == jax.tree.structure(saved)
     for a, b in zip(jax.tree.leaves(restored), jax.tree.leaves(saved), strict=True):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
-    np.testing.assert_array_equal([next(fresh_data) for _ in range(3)], expected_batches)
+    np.testing.assert_array_equal(
+        [next(fresh_data) for _ in range(3)], expected_batches
+    )
 
 
 def test_a_state_donated_right_after_saving_is_saved_as_it_was(tmp_path):
@@ -101,7 +103,10 @@ def test_an_unfinished_save_is_cleared_away(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"dtype": jnp.bfloat16}, r"params/bias` must be bfloat16\[2, 3\], got float32"),
+        (
+            {"dtype": jnp.bfloat16},
+            r"params/bias` must be bfloat16\[2, 3\], got float32",
+        ),
         ({"width": 4}, r"must be float32\[2, 4\], got float32\[2, 3\]"),
         ({"names": ("kernel", "bias", "new")}, "new` must be float32.*, got nothing"),
         ({"names": ("kernel",)}, "must hold what the model has, got .*bias"),
@@ -121,7 +126,9 @@ def test_another_run_is_refused_by_name_and_value(tmp_path):
     saved = checkpointer.restore_run(1)
     checkpointer.close()
     checkpoint.check_same_run(saved, RUN, 1)
-    with pytest.raises(ValueError, match=r"checkpoint 1, but model.width was 8 and is 9"):
+    with pytest.raises(
+        ValueError, match=r"checkpoint 1, but model.width was 8 and is 9"
+    ):
         checkpoint.check_same_run(
             saved, {"seed": 0, "model": {"width": 9, "shape": (1, 2)}}, 1
         )
@@ -130,7 +137,8 @@ def test_another_run_is_refused_by_name_and_value(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "least"), [("every", 0, 1), ("keep_last", 0, 1), ("keep_best", -1, 0)]
+    ("name", "value", "least"),
+    [("every", 0, 1), ("keep_last", 0, 1), ("keep_best", -1, 0)],
 )
 def test_bad_options_are_refused(name, value, least):
     options = {"every": 1, "keep_last": 1, "keep_best": 0} | {name: value}

@@ -200,9 +200,7 @@ def test_a_module_that_is_not_wrapped_trains_too(corpus, tmp_path):
     assert "rounding: none" in printed
 
 
-def test_a_rule_that_matches_nothing_stops_before_anything_is_written(
-    corpus, tmp_path
-):
+def test_a_rule_that_matches_nothing_stops_before_anything_is_written(corpus, tmp_path):
     policy = mixprec.Policy(params=(mixprec.Rule("layers/mlp/upp/kernel", None),))
     model = mixprec.wrap(models.build(MODEL), policy)
     with pytest.raises(ValueError, match="'layers/mlp/up/kernel'"):
