@@ -1,87 +1,52 @@
 """Rounding inside `flax.linen` modules, which need not know of it.
 
-What: a wrapped module is a copy whose class is a subclass of the original's. Its methods
-do what the original's do, inside a context in which parameters are read rounded and the
-outputs of modules are rounded.
+What: a wrapped module is a copy whose class is a subclass of the original's. Its
+methods do what the original's do, inside a context in which parameters are read rounded
+and the outputs of modules are rounded.
 
 How:
 
-1. Each method of the subclass opens a call (`_Call`: policy, place, seed) for its thread
-   and installs one Flax method interceptor, which then sees every method call of every
-   module below.
-2. The interceptor turns the module's `Scope` into a `_RoundingScope` before the method
-   runs. All ways to a parameter lead through its scope: `self.param`, `get_variable`
-   and `variables`. The scope hands out the rounded value; the variables stay as they are.
+1. When Flax binds a wrapped module, its scope and those of its parts are marked; see
+   `mixprec.scopes`.
+2. Each method of the subclass opens a call (policy, place, seed) for its thread and
+   installs one Flax method interceptor, which then sees every method call of every
+   module below. It makes each marked scope a `RoundingScope` before the method runs.
 3. After `__call__` the interceptor rounds the outputs, if a rule asks for it.
 
 Why not round the whole tree before `apply`: that holds a second copy of all parameters,
-and under scan and remat all layers' copies at once. Why not `nn.map_variables`: it needs
-the module's cooperation and misses tied weights read as `.variables["params"]`. Read
-lazily, a layer's weights are rounded inside the scan, one layer at a time, and once more
-in the recomputation of a remat, with the same result.
+and under scan and remat all layers' copies at once. Why not `nn.map_variables`: it
+needs the module's cooperation and misses tied weights read as `.variables["params"]`.
+Read lazily, a layer's weights are rounded inside the scan, one layer at a time, and
+once more in the recomputation of a remat, with the same result.
 
 Limits: during `init` nothing is rounded. Modules that are not below the wrapped module
-(passed in from outside) are left alone. A module called twice in one pass draws the same
-random bits for its activations both times, as do the layers of a scan.
+(passed in from outside) are left alone. A module called twice in one pass draws the
+same random bits for its activations both times, as do the layers of a scan.
 """
 
 import contextlib
 import dataclasses
 import functools
+import inspect
 import itertools
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import flax
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
-from flax.core import meta
+import numpy as np
 
 from mixprec import policy as policy_lib
+from mixprec import scopes
 from mixprec.policy import Policy
-from mixprec.rounding import api, random
+from mixprec.rounding import random
 
 # The name of the random stream: `module.apply(..., rngs={"rounding": key})`.
 RNG_STREAM = "rounding"
-_FLAG = "mixprec"
-_Path = tuple[str, ...]
-
-
-@dataclasses.dataclass
-class _Call:
-    """A call of a wrapped module from outside.
-
-    Attributes:
-      policy: of the wrapped module.
-      root: the wrapped module's path.
-      seed: [2] uint32, of stochastic draws.
-      token: tells calls with different keys apart in Flax's caches.
-      modules: path below the root -> shapes and dtypes of its outputs, as called.
-    """
-
-    policy: Policy
-    root: _Path
-    seed: jax.Array
-    token: int
-    modules: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-    def below_root(self, path: _Path) -> str | None:
-        """Gives the rest of `path` below the root, or None if it is not below."""
-        if path[: len(self.root)] != self.root:
-            return None
-        return "/".join(path[len(self.root) :])
-
-
-class _Calls(threading.local):
-    def __init__(self) -> None:
-        self.stack: list[_Call] = []
-        self.recorded: dict[str, Any] | None = None
-
-
-_calls = _Calls()
 _tokens = itertools.count(1)
+# Wrapped class -> original class, policy.
+_wrapped: dict[type[nn.Module], tuple[type[nn.Module], Policy]] = {}
 
 
 def wrap(module: nn.Module, policy: Policy) -> nn.Module:
@@ -104,23 +69,27 @@ def wrap(module: nn.Module, policy: Policy) -> nn.Module:
             "write mixprec.wrap_class(type, policy)(...) in its place."
         )
     wrapped = module.clone()
-    object.__setattr__(wrapped, "__class__", wrap_class(_original(module), policy))
+    object.__setattr__(wrapped, "__class__", wrap_class(type(module), policy))
     return wrapped
 
 
 def unwrap(module: nn.Module) -> nn.Module:
     """Gives a copy of a wrapped module that rounds nothing."""
     plain = module.clone()
-    object.__setattr__(plain, "__class__", _original(module))
+    object.__setattr__(plain, "__class__", _original(type(module)))
     return plain
 
 
 def is_wrapped(module: nn.Module) -> bool:
     """Tells whether `wrap` or `wrap_class` made this module's class."""
-    return hasattr(type(module), "mixprec_policy")
+    return type(module) in _wrapped
 
 
-@functools.cache
+def policy_of(module: nn.Module) -> Policy:
+    """Gives the policy of a wrapped module."""
+    return _wrapped[type(module)][1]
+
+
 def wrap_class(cls: type[nn.Module], policy: Policy) -> type[nn.Module]:
     """Gives the subclass of `cls` whose instances round as `policy` says.
 
@@ -128,110 +97,208 @@ def wrap_class(cls: type[nn.Module], policy: Policy) -> type[nn.Module]:
     and share the caches of `jax.jit`.
 
     Args:
-      cls: a subclass of `nn.Module`.
+      cls: a subclass of `nn.Module`; a wrapped one gets the new policy for the old.
       policy: see `Policy`.
 
     Returns:
       A subclass with the same name and fields.
+
+    Raises:
+      TypeError: `cls` is no subclass of `nn.Module`.
     """
+    if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+        raise TypeError(
+            f"`cls` must be a subclass of flax.linen.Module, got {cls!r}. "
+            "Wrap a module that is made already by mixprec.wrap(module, policy)."
+        )
+    # mypy: Flax declares `__hash__` of modules, not of their classes.
+    return _wrap_original(_original(cls), policy)  # type: ignore[arg-type]
+
+
+def record_modules(function: Callable[[], Any]) -> tuple[Any, scopes.Record]:
+    """Runs `function` and notes which modules of wrapped modules are called in it."""
+    before, scopes.calls.record = scopes.calls.record, {}
+    try:
+        return function(), scopes.calls.record
+    finally:
+        scopes.calls.record = before
+
+
+def _original(cls: type[nn.Module]) -> type[nn.Module]:
+    return _wrapped[cls][0] if cls in _wrapped else cls
+
+
+@functools.cache
+def _wrap_original(cls: type[nn.Module], policy: Policy) -> type[nn.Module]:
     overrides: dict[str, Any] = {
-        name: _rounding_method(getattr(cls, name), policy)
+        name: _rounding_method(function, policy)
         for name in dir(cls)
-        # Flax's mark on what it counts as a module's methods, `setup` included.
-        if hasattr(getattr(cls, name, None), "method_handler_wrapped")
+        if inspect.isfunction(function := inspect.getattr_static(cls, name, None))
+        # Flax's marks on what it counts as a module's methods, `setup` included, and on
+        # what it would count if the author had not asked it to leave it alone.
+        and (hasattr(function, "method_handler_wrapped") or hasattr(function, "nowrap"))
+    }
+    # Or else Flax would make new ones in place of the author's.
+    overrides |= {
+        name: getattr(cls, name) for name in ("__init__", "__eq__", "__hash__")
     }
     overrides |= {
-        "mixprec_policy": policy,
-        "mixprec_original": cls,
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
-        "__reduce__": lambda self: (wrap, (unwrap(self), policy)),
+        "__post_init__": _marking_post_init(cls, policy),
+        "__reduce__": nn.nowrap(lambda self: (wrap, (unwrap(self), policy))),
+        "apply": _rounding_apply(cls, policy),
     }
-    return type(cls)(cls.__name__, (cls,), overrides)
-
-
-def record_modules(function: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
-    """Runs `function` and notes which modules of wrapped modules are called in it.
-
-    Returns:
-      The function's result; and module path below the wrapped module -> the
-      ShapeDtypeStructs of what its `__call__` returned.
-    """
-    before, _calls.recorded = _calls.recorded, {}
-    try:
-        return function(), _calls.recorded
-    finally:
-        _calls.recorded = before
-
-
-def param_paths(params: Any) -> dict[str, Any]:
-    """Gives path -> leaf of a tree of parameters, partitioning boxes removed."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(
-        params, is_leaf=lambda leaf: isinstance(leaf, meta.AxisMetadata)
-    )
-    return {_join(keys): _unboxed(leaf) for keys, leaf in flat}
-
-
-def _original(module: nn.Module) -> type[nn.Module]:
-    return getattr(type(module), "mixprec_original", type(module))
+    metaclass: Any = type(cls)
+    wrapped = metaclass(cls.__name__, (cls,), overrides)
+    _wrapped[wrapped] = (cls, policy)
+    return wrapped
 
 
 def _rounding_method(method: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
+    # On what Flax has wrapped, marks such as `compact` are not to be copied: they are
+    # those of `method`, which is called. On what it has left alone they are needed.
+    copied = () if hasattr(method, "method_handler_wrapped") else ("__dict__",)
+
+    @functools.wraps(method, updated=copied)
     def rounding_method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self.scope is None:
             return method(self, *args, **kwargs)
-        with _call(self, policy, method.__name__):
+        with _call(self, policy):
             return method(self, *args, **kwargs)
 
-    rounding_method.__name__ = method.__name__
-    rounding_method.__doc__ = method.__doc__
-    # Flax is not to wrap it again: `method` is wrapped already. Its other marks, such as
-    # `compact`, must not be copied: they belong to `method`.
+    # Flax is not to wrap it again.
     rounding_method.method_handler_wrapped = True  # type: ignore[attr-defined]
     return rounding_method
 
 
+def _rounding_apply(cls: type[nn.Module], policy: Policy) -> Callable[..., Any]:
+    """Makes `apply`, whose `method` may call the module's parts by itself."""
+
+    @nn.nowrap
+    @functools.wraps(cls.apply)
+    def apply(self: nn.Module, *args: Any, method: Any = None, **kwargs: Any) -> Any:
+        function = getattr(method, "__func__", method)
+
+        def in_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            with _call(module, policy):
+                if isinstance(function, str):
+                    return getattr(module, function)(*args, **kwargs)
+                return function(module, *args, **kwargs)
+
+        if isinstance(function, str) or callable(function):
+            method = in_call
+        return cls.apply(self, *args, method=method, **kwargs)
+
+    return apply
+
+
+def _marking_post_init(cls: type[nn.Module], policy: Policy) -> Callable[..., None]:
+    """Makes `__post_init__`, in which Flax binds a module to its scope."""
+
+    @functools.wraps(cls.__post_init__)
+    def post_init(self: nn.Module, *args: Any) -> None:
+        cls.__post_init__(self, *args)
+        if self.scope is not None:
+            outer = scopes.mark_of(self.scope)
+            token = None if outer is None else outer.token
+            _mark_tree(self, policy, scopes.path_of(self.scope), token)
+
+    return post_init
+
+
+def _scope(module: nn.Module) -> flax.core.Scope:
+    assert module.scope is not None
+    return module.scope
+
+
+def _mark_tree(
+    module: nn.Module, policy: Policy, root: scopes.Path, token: Hashable
+) -> None:
+    """Marks the scopes of a module and of those of its parts that are bound already."""
+    path = scopes.path_of(_scope(module))
+    if is_wrapped(module):  # a part with a policy of its own
+        policy, root = policy_of(module), path
+    scopes.set_mark(_scope(module), scopes.Mark(policy, root, path, token))
+    for part in module._state.children.values():
+        if isinstance(part, nn.Module) and part.scope is not None:
+            _mark_tree(part, policy, root, token)
+
+
+def _mark_lifted(tree: Any) -> None:
+    """Gives the scopes of modules in `tree` marks with their own paths.
+
+    A lifted transformation has given them copies of the mark of a module further up.
+    """
+    if isinstance(tree, (list, tuple)):
+        for value in tree:
+            _mark_lifted(value)
+    elif isinstance(tree, Mapping):
+        _mark_lifted([*tree.values()])
+    elif isinstance(tree, nn.Module):
+        mark = scopes.mark_of(tree.scope)
+        if mark is not None:
+            path = scopes.path_of(_scope(tree))
+            scopes.set_mark(_scope(tree), mark._replace(path=path))
+            fields = (field for field in dataclasses.fields(tree) if field.init)
+            parts = [getattr(tree, f.name) for f in fields if f.name != "parent"]
+            _mark_lifted(parts)
+
+
 @contextlib.contextmanager
-def _call(module: nn.Module, policy: Policy, method: str) -> Iterator[None]:
-    """Makes `policy` that of the thread while a method of a wrapped module runs."""
-    outer = _calls.stack[-1] if _calls.stack else None
-    path = module.scope.path
-    if outer is not None and (outer.policy, outer.root) == (policy, path):
+def _call(module: nn.Module, policy: Policy) -> Iterator[None]:
+    """Opens a call while a method of a wrapped module runs."""
+    root = scopes.path_of(_scope(module))
+    outer = scopes.open_call(scopes.mark_of(module.scope))
+    if outer is not None and (outer.policy, outer.root) == (policy, root):
         yield  # a method that calls another one of its own module
         return
-    _check_params(policy, module.scope)
-    seed, token = _seed_of(module, policy, outer)
-    call = _Call(policy, path, seed, token)
-    _calls.stack.append(call)
+    initializing = scopes.is_initializing(_scope(module))
+    if not initializing:
+        _check_params(module, policy)
+    if outer is None:
+        call = scopes.Call(policy, root, *_seed_of(module, policy))
+    else:
+        call = dataclasses.replace(outer, policy=policy, root=root)
+    called = call.record.setdefault((policy, root), {})
+    _mark_tree(module, policy, root, call.token)
+    scopes.calls.open.append(call)
     try:
         with contextlib.ExitStack() as stack:
-            if outer is None:
+            if len(scopes.calls.open) == 1:
                 stack.enter_context(nn.intercept_methods(_interceptor))
             yield
     finally:
-        _calls.stack.pop()
-    if module.scope.get_flag("initializing", False) and path == ():
-        _check_params(policy, module.scope, now_complete=True)
-    if method == "__call__":
-        _check_activations(type(module), call)
-    if _calls.recorded is not None:
-        _calls.recorded.update(call.modules)
+        scopes.calls.open.pop()
+    if "" in called:  # `__call__` has run, so that all there is has been seen
+        _check_activations(type(module), policy, tuple(called))
+        if initializing:
+            _check_params(module, policy)
+    if scopes.calls.record is not None:
+        scopes.calls.record.update(call.record)
 
 
 def _seed_of(
-    module: nn.Module, policy: Policy, outer: _Call | None
-) -> tuple[jax.Array, int]:
-    """Gives the seed of a call and its token."""
-    initializing = module.scope.get_flag("initializing", False)
-    if not initializing and module.scope.has_rng(RNG_STREAM):
-        key = module.make_rng(RNG_STREAM)
-        # A function that Flax's own cache keeps holds on to the key it was traced with,
-        # so calls with keys must not share it.
-        return random.seed_from_key(key), next(_tokens)
-    if outer is not None:
-        return outer.seed, outer.token
-    return random.seed_from_key(policy.seed), 0
+    module: nn.Module, policy: Policy
+) -> tuple[jax.Array | np.ndarray, Hashable]:
+    """Gives the seed of a call from outside, and its token."""
+    initializing = scopes.is_initializing(_scope(module))
+    if not initializing and _scope(module).has_rng(RNG_STREAM):
+        # What `nn.jit` caches holds on to the key it was traced with, so calls with
+        # keys must not share it.
+        return random.seed_from_key(module.make_rng(RNG_STREAM)), next(_tokens)
+    if scopes.calls.record is not None:
+        # What is cached is not called, and so not recorded.
+        return _integer_seed(policy.seed), next(_tokens)
+    return _integer_seed(policy.seed), ("seed", policy.seed)
+
+
+@functools.lru_cache
+def _integer_seed(seed: int) -> np.ndarray:
+    # For the same cache's sake a constant, no value of the trace that is under way.
+    with jax.ensure_compile_time_eval():
+        return np.asarray(random.seed_from_key(seed))
 
 
 def _interceptor(
@@ -240,138 +307,32 @@ def _interceptor(
     kwargs: dict[str, Any],
     context: nn.module.InterceptorContext,
 ) -> Any:
-    call, scope = _calls.stack[-1], context.module.scope
-    path = None if scope is None else call.below_root(scope.path)
-    if path is None:
+    module, scope = context.module, context.module.scope
+    mark = scopes.mark_of(scope)
+    call = scopes.open_call(mark)
+    if scope is None or mark is None or call is None:
         return next_method(*args, **kwargs)
-    _adopt(scope, call)
-    outputs = next_method(*args, **kwargs)
-    if context.method_name != "__call__":
-        return outputs
-    call.modules[path] = jax.tree.map(_struct, outputs)
-    rule = call.policy.activation_rule(path)
-    if rule is None or rule.mode is None or scope.get_flag("initializing", False):
-        return outputs
-    return jax.tree.map(lambda y: _round_activation(call, path, rule, y), outputs)
+    scopes.set_mark(scope, mark._replace(path=scopes.path_of(scope)))
+    if scope.parent is None:  # a root, or made by a lifted transformation
+        _mark_lifted((module, args, kwargs))
+    # What `super().__call__()` returns is not the module's output yet.
+    if context.method_name != "__call__" or any(m is module for m in call.running):
+        return next_method(*args, **kwargs)
+    call.running.append(module)
+    try:
+        outputs = next_method(*args, **kwargs)
+    finally:
+        call.running.pop()
+    return scopes.round_outputs(scope, call, outputs)
 
 
-class _RoundingScope(flax.core.Scope):
-    """A Flax scope that hands out parameters rounded while a call is open."""
-
-    def get_variable(self, col: str, name: str, default: Any = None) -> Any:
-        value = super().get_variable(col, name, default)
-        if col != "params":
-            return value
-        return _round_params(self, self.path + (name,), value)
-
-    def variables(self) -> Any:
-        variables = super().variables()
-        if "params" not in variables:
-            return variables
-        params = _round_params(self, self.path, variables["params"])
-        return type(variables)({**variables, "params": params})
-
-    def push(self, *args: Any, **kwargs: Any) -> flax.core.Scope:
-        return _convert(super().push(*args, **kwargs))
-
-    def rewound(self, *args: Any, **kwargs: Any) -> flax.core.Scope:
-        return _convert(super().rewound(*args, **kwargs))
-
-
-def _convert(scope: flax.core.Scope) -> flax.core.Scope:
-    scope.__class__ = _RoundingScope
-    return scope
-
-
-def _adopt(scope: flax.core.Scope, call: _Call) -> None:
-    """Makes the scope round, and known as one that rounds to Flax's own caches.
-
-    Lifted transformations hand the flags on to the scopes that they make, and `nn.jit`
-    counts them into the fingerprint under which it caches a traced function.
-    """
-    if not isinstance(scope, _RoundingScope):
-        _convert(scope)
-    flag = (call.policy, call.root, call.token)
-    if scope.flags.get(_FLAG) != flag:
-        scope.flags = flax.core.freeze({**scope.flags, _FLAG: flag})
-
-
-def _round_params(scope: flax.core.Scope, path: _Path, tree: Any) -> Any:
-    """Rounds what the call's policy selects in the tree of parameters at `path`."""
-    if not _calls.stack or scope.get_flag("initializing", False):
-        return tree
-    call = _calls.stack[-1]
-
-    def round_leaf(keys: Any, leaf: Any) -> Any:
-        # Partitioning boxes are trees of their own: keep them, and their names.
-        names = tuple(key.key for key in keys if hasattr(key, "key"))
-        below = call.below_root(path + names)
-        rule = None if below is None else call.policy.param_rule(below)
-        if below is None or rule is None or rule.mode is None:
-            return leaf
-        if not _needs_rounding(leaf, below):
-            return leaf
-        # The layers of a scan share path and index: the values tell their draws apart.
-        place = "/".join(path + names)
-        return _round(call, place, rule.mode, leaf, hash_values=True)
-
-    return jax.tree_util.tree_map_with_path(round_leaf, tree)
-
-
-def _round_activation(call: _Call, path: str, rule: policy_lib.Rule, y: Any) -> Any:
-    if getattr(y, "dtype", None) != jnp.float32:
-        return y
-    # Not the values: they may differ in the last bit between a forward pass and its
-    # recomputation, and the draw must not.
-    place = "/".join((*call.root, path)) + ":out"
-    assert rule.mode is not None
-    return _round(call, place, rule.mode, y, hash_values=False)
-
-
-def _round(
-    call: _Call, place: str, mode: str, x: jax.Array, *, hash_values: bool
-) -> jax.Array:
-    stochastic = mode == "stochastic"
-    (rounded,) = api.round_seeded(
-        x,
-        jnp.bfloat16,
-        (mode,),
-        seed=random.fold_in_path(call.seed, place) if stochastic else None,
-        out_dtype=call.policy.out_dtype,
-        backend=call.policy.backend,
-        hash_values=hash_values and stochastic,
-    )
-    return rounded
-
-
-def _needs_rounding(leaf: Any, path: str) -> bool:
-    dtype = getattr(leaf, "dtype", None)
-    if dtype == jnp.float32:
-        return True
-    if dtype in (jnp.float16, jnp.float64):
-        raise TypeError(
-            f"`{path}` must be float32 to be rounded to bfloat16, got {dtype}. Keep "
-            "float32 master weights, or leave it alone by a rule with mode None."
-        )
-    return False  # bfloat16 values already, or no numbers to round
-
-
-def _check_params(
-    policy: Policy, scope: flax.core.Scope, *, now_complete: bool = False
-) -> None:
+def _check_params(module: nn.Module, policy: Policy) -> None:
     """Raises ValueError if a rule over parameters decides for none of the module's."""
-    if scope.get_flag("initializing", False) and not now_complete:
-        return
+    scope = _scope(module)
+    # Not `scope.variables()`, which would round them.
     params = flax.core.Scope.variables(scope).get("params")
-    if params is not None or now_complete:
-        paths = tuple(param_paths({} if params is None else params))
-        _check_params_cached(policy, paths)
-
-
-@functools.lru_cache(maxsize=1024)
-def _check_params_cached(policy: Policy, paths: tuple[str, ...]) -> None:
-    in_use = policy_lib.rules_in_use(policy.params, paths)
-    policy_lib.check_all_in_use(policy.params, in_use, paths, "parameter")
+    if params is not None or scopes.is_initializing(scope):
+        policy_lib.check_params(policy, tuple(scopes.param_paths(params or {})))
 
 
 # Wrapped class -> rules over activations that have decided for a module. What Flax has
@@ -379,22 +340,7 @@ def _check_params_cached(policy: Policy, paths: tuple[str, ...]) -> None:
 _activation_rules_seen: dict[type, set[policy_lib.Rule]] = {}
 
 
-def _check_activations(cls: type, call: _Call) -> None:
-    rules = call.policy.activations
+def _check_activations(cls: type, policy: Policy, paths: tuple[str, ...]) -> None:
     seen = _activation_rules_seen.setdefault(cls, set())
-    seen |= policy_lib.rules_in_use(rules, call.modules)
-    policy_lib.check_all_in_use(rules, seen, tuple(call.modules), "module")
-
-
-def _struct(leaf: Any) -> Any:
-    if not hasattr(leaf, "dtype"):
-        return leaf
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-
-
-def _unboxed(leaf: Any) -> Any:
-    return leaf.value if isinstance(leaf, meta.AxisMetadata) else leaf
-
-
-def _join(keys: Any) -> str:
-    return "/".join(str(key.key) for key in keys if hasattr(key, "key"))
+    seen |= policy_lib.rules_in_use(policy.activations, paths)
+    policy_lib.check_all_in_use(policy.activations, seen, paths, "module")

@@ -31,11 +31,13 @@ class Rule:
 
     def __post_init__(self) -> None:
         try:
+            if not isinstance(self.pattern, str):
+                raise TypeError("not a string")
             re.compile(self.pattern)
-        except (re.error, TypeError) as error:
+        except (re.error, OverflowError, TypeError) as error:
             raise ValueError(
-                f"`pattern` must be a regular expression, got {self.pattern!r}: {error}. "
-                "Escape what is meant literally."
+                f"`pattern` must be a regular expression, got {self.pattern!r}: "
+                f"{error}. Escape what is meant literally."
             ) from error
         if self.mode is not None:
             modes.check_mode(self.mode)
@@ -63,7 +65,7 @@ class Policy:
       backend: "auto", "pallas" or "xla", as for `mixprec.round_to`.
 
     Raises:
-      TypeError: a rule is not a `Rule`.
+      TypeError: `params` or `activations` holds no Rules.
       ValueError: any other field is not as described.
 
     Example:
@@ -78,19 +80,21 @@ class Policy:
 
     def __post_init__(self) -> None:
         for name in ("params", "activations"):
-            rules = tuple(getattr(self, name))
-            for rule in rules:
-                if not isinstance(rule, Rule):
-                    raise TypeError(
-                        f"`{name}` must hold Rules, got {rule!r}. "
-                        "Write mixprec.Rule(pattern, mode)."
-                    )
+            given = getattr(self, name)
+            rules = tuple(given) if isinstance(given, Iterable) else (given,)
+            if isinstance(given, Rule) or not all(isinstance(r, Rule) for r in rules):
+                raise TypeError(
+                    f"`{name}` must be a tuple of Rules, got {given!r}. "
+                    "Write (mixprec.Rule(pattern, mode),), with the comma."
+                )
             object.__setattr__(self, name, rules)
         for name, allowed in (("out_dtype", OUT_DTYPES), ("backend", BACKENDS)):
-            if getattr(self, name) not in allowed:
+            value = getattr(self, name)
+            # A NumPy dtype equals its name, but has another hash.
+            if not isinstance(value, str) or value not in allowed:
                 raise ValueError(
-                    f"`{name}` must be one of {', '.join(allowed)}, got "
-                    f"{getattr(self, name)!r}. Leave it out for {allowed[0]!r}."
+                    f"`{name}` must be one of {', '.join(allowed)}, got {value!r}. "
+                    f"Leave it out for {allowed[0]!r}."
                 )
         if not isinstance(self.seed, int) or not 0 <= self.seed < 2**64:
             raise ValueError(
@@ -103,7 +107,7 @@ class Policy:
         return first_match(self.params, path)
 
     def activation_rule(self, path: str) -> Rule | None:
-        """Gives the rule that decides for the outputs of the module at `path`, or None."""
+        """Gives the rule that decides for the module at `path`, or None."""
         return first_match(self.activations, path)
 
 
@@ -117,6 +121,13 @@ def rules_in_use(rules: tuple[Rule, ...], paths: Iterable[str]) -> set[Rule]:
     """Gives the rules that decide for at least one of `paths`."""
     found = (first_match(rules, path) for path in paths)
     return {rule for rule in found if rule is not None}
+
+
+@functools.lru_cache(maxsize=1024)
+def check_params(policy: Policy, paths: tuple[str, ...]) -> None:
+    """Raises ValueError if a rule over parameters decides for none of `paths`."""
+    in_use = rules_in_use(policy.params, paths)
+    check_all_in_use(policy.params, in_use, paths, "parameter")
 
 
 def check_all_in_use(
@@ -145,8 +156,8 @@ def check_all_in_use(
                 f"earlier {earlier}. Put the narrower rule first."
             )
         raise ValueError(
-            f"`pattern` must match the whole of some {kind} path, got {rule.pattern!r}, "
-            f"which matches none of {len(paths)}. "
+            f"`pattern` must match the whole of some {kind} path, got "
+            f"{rule.pattern!r}, which matches none of {len(paths)}. "
             f"{_nearest(rule.pattern, paths, kind)}"
         )
 

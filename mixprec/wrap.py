@@ -8,10 +8,11 @@ from typing import Any
 import flax.linen as nn
 import jax
 import numpy as np
+import rich.box
 import rich.console
 import rich.table
 
-from mixprec import linen
+from mixprec import linen, scopes
 from mixprec.policy import Policy, Rule
 from mixprec.rounding import api
 
@@ -23,8 +24,8 @@ def wrap(module: nn.Module, policy: Policy) -> nn.Module:
     """Gives a copy of a Flax module whose parameters and activations are rounded.
 
     Use it as you would the original: `init` gives the same tree, `apply` takes the
-    float32 master weights and rounds what it reads of them. Gradients with respect to the
-    masters are straight-through. Stochastic rounding draws from the random stream
+    float32 master weights and rounds what it reads of them. Gradients with respect to
+    the masters are straight-through. Stochastic rounding draws from the random stream
     `rounding`: pass `rngs={"rounding": key}` with a fresh key each step; without it,
     every call rounds alike.
 
@@ -37,8 +38,8 @@ def wrap(module: nn.Module, policy: Policy) -> nn.Module:
 
     Raises:
       TypeError: `module` is no Linen module, or `policy` no Policy.
-      ValueError: `module` is bound or belongs to a parent. Later, from `init`, `apply` or
-        `explain`: a rule matches nothing (the message names the nearest paths).
+      ValueError: `module` is bound or belongs to a parent. Later, from `init`, `apply`
+        or `explain`: a rule matches nothing (the message names the nearest paths).
 
     Example:
       >>> policy = mixprec.Policy(params=(mixprec.Rule(".*/kernel", "stochastic"),))
@@ -89,7 +90,8 @@ class Row:
     @property
     def mode(self) -> str | None:
         """The rounding mode, or None for a tensor that is left alone."""
-        return None if self.rule is None else self.rule.mode
+        # What is not float32 is left alone, whatever the rule says.
+        return self.rule.mode if self.rule and self.dtype == "float32" else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,11 +110,12 @@ class Explanation:
 
     def __rich__(self) -> rich.table.Table:
         table = rich.table.Table(
+            box=rich.box.SIMPLE_HEAD,
             caption=f"rounded to bfloat16, carried as {self.policy.out_dtype}; "
             f"backend {self.backend}",
         )
-        for name in ("tensor", "shape", "rule", "mode"):
-            table.add_column(name, overflow="fold")
+        for name in ("tensor", "shape", "mode", "rule"):
+            table.add_column(name, overflow="fold", no_wrap=name != "rule")
         for name in (f"bytes {self._dtypes()}", "rounded"):
             table.add_column(name, justify="right")
         for row in self.rows:
@@ -120,8 +123,8 @@ class Explanation:
             table.add_row(
                 row.path + ("" if row.kind == "parameter" else " (output)"),
                 "x".join(map(str, row.shape)) or "scalar",
-                "no rule" if row.rule is None else row.rule.pattern,
                 "left alone" if row.mode is None else row.mode,
+                "" if row.rule is None else row.rule.pattern,
                 f"{row.bytes_before:,}",
                 "" if kept else f"{row.bytes_after:,}",
                 style="dim" if kept else None,
@@ -157,13 +160,14 @@ def explain(
       wrapped: a module that `wrap` gave.
       *inputs: as for `wrapped.init`, arrays or `jax.ShapeDtypeStruct`s.
       rngs: as for `wrapped.init`; by default keys for "params" and "dropout".
-      **kwargs: as for `wrapped.init`.
+      **kwargs: as for `wrapped.init`, or with `jax.ShapeDtypeStruct`s for arrays.
 
     Returns:
       An `Explanation`; print it.
 
     Raises:
-      TypeError: `wrapped` is no wrapped module.
+      TypeError: `wrapped` is no wrapped module, or a rule asks to round a parameter
+        that is float16 or float64.
       ValueError: a rule matches nothing.
     """
     _check_linen(wrapped)
@@ -172,37 +176,63 @@ def explain(
             f"`wrapped` must be a module from mixprec.wrap, got a plain "
             f"{type(wrapped).__name__}. Wrap it first."
         )
-    policy: Policy = type(wrapped).mixprec_policy
     if rngs is None:
         rngs = {name: jax.random.key(0) for name in ("params", "dropout")}
-    variables, outputs = linen.record_modules(
-        lambda: jax.eval_shape(lambda *x: wrapped.init(rngs, *x, **kwargs), *inputs)
+    # Not the others: modules branch on flags such as `train=False`.
+    abstract = {name: x for name, x in kwargs.items() if _is_abstract(x)}
+
+    def init(abstract: dict[str, Any], *inputs: Any) -> Any:
+        return wrapped.init(rngs, *inputs, **{**kwargs, **abstract})
+
+    variables, record = linen.record_modules(
+        lambda: jax.eval_shape(init, abstract, *inputs)
     )
-    rows = [
-        _row("parameter", path, leaf, policy.param_rule(path))
-        for path, leaf in linen.param_paths(variables.get("params", {})).items()
-    ]
-    for path, output in sorted(outputs.items()):
-        rule = policy.activation_rule(path)
-        if rule is not None:
-            rows += [
-                _row("activation", path or "(the module)", leaf, rule)
-                for leaf in jax.tree.leaves(output)
-            ]
+    policies = {root: policy for policy, root in record}
+    rows = []
+    for path, leaf in scopes.param_paths(variables.get("params", {})).items():
+        rule = _param_rule(policies, path)
+        if rule is not None and rule.mode is not None:
+            scopes.needs_rounding(leaf, path)  # or raises, as `apply` would
+        rows.append(_row("parameter", path, leaf, rule))
+    for (policy, root), outputs in record.items():
+        for path, output in sorted(outputs.items()):
+            rule = policy.activation_rule(path)
+            if rule is not None:
+                place = "/".join((*root, *filter(None, [path]))) or "(the module)"
+                rows += [
+                    _row("activation", place, leaf, rule)
+                    for leaf in jax.tree.leaves(output)
+                    if isinstance(leaf, jax.ShapeDtypeStruct)
+                ]
+    policy = linen.policy_of(wrapped)
     return Explanation(
         rows=tuple(rows), policy=policy, backend=api.choose_backend(policy.backend)
     )
 
 
+def _param_rule(policies: dict[tuple[str, ...], Policy], path: str) -> Rule | None:
+    """Gives the rule for a parameter, of the innermost wrapped module around it."""
+    names = path.split("/")
+    for depth in range(len(names), -1, -1):
+        policy = policies.get(tuple(names[:depth]))
+        if policy is not None:
+            return policy.param_rule("/".join(names[depth:]))
+    return None
+
+
+def _is_abstract(x: Any) -> bool:
+    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(x))
+
+
 def _row(kind: str, path: str, leaf: Any, rule: Rule | None) -> Row:
     size = math.prod(leaf.shape)
-    before = size * np.dtype(leaf.dtype).itemsize
+    before = size * leaf.dtype.itemsize
     rounded = rule is not None and rule.mode is not None and leaf.dtype == np.float32
     return Row(
         kind=kind,
         path=path,
         shape=tuple(leaf.shape),
-        dtype=np.dtype(leaf.dtype).name,
+        dtype=leaf.dtype.name,
         rule=rule,
         bytes_before=before,
         bytes_after=size * _ROUNDED_BYTES if rounded else before,

@@ -103,13 +103,12 @@ class Attention(nn.Module):
         query_BTNH = project("query", self.num_heads, "heads")
         key_BTKH = project("key", self.num_kv_heads, "kv_heads")
         value_BTKH = project("value", self.num_kv_heads, "kv_heads")
-        query_BTNH = rotate(query_BTNH, self.rope_theta)
-        key_BTKH = rotate(key_BTKH, self.rope_theta)
-        # JAX's function itself promotes its float32 scale where strictness forbids it.
-        with jax.numpy_dtype_promotion("standard"):
-            mixed_BTNH = jax.nn.dot_product_attention(
-                query_BTNH, key_BTKH, value_BTKH, is_causal=True
-            )
+        mixed_BTNH = jax.nn.dot_product_attention(
+            rotate(query_BTNH, self.rope_theta),
+            rotate(key_BTKH, self.rope_theta),
+            value_BTKH,
+            is_causal=True,
+        )
         return nn.DenseGeneral(
             width,
             axis=(-2, -1),

@@ -196,7 +196,7 @@ def test_a_rematerialized_pass_draws_what_the_first_one_drew():
 
 
 @pytest.mark.parametrize("rngs", [{}, {"rounding": KEYS[1]}], ids=["plain", "stream"])
-@pytest.mark.parametrize("name", ["setup", "scan_remat"])
+@pytest.mark.parametrize("name", ["setup", "scan_remat", "tied_by_variables"])
 def test_init_gives_the_tree_of_the_unwrapped_module(name, rngs):
     case = CASES[name]
     rngs = {"params": KEYS[0]} | rngs
@@ -490,6 +490,27 @@ def test_the_policy_of_an_inner_wrap_wins():
     expected = Pair(Block(), Block()).apply({"params": expected}, X)
     assert same_bits(module.apply(variables, X), expected)
     assert same_bits(jax.jit(module.apply)(variables, X), jax.jit(lambda: expected)())
+
+
+def test_an_inner_policy_also_holds_for_what_the_outer_module_reads():
+    class Reading(nn.Module):
+        part: nn.Module
+
+        def __call__(self, x):
+            before = self.part.variables["params"]
+            self.part(x)
+            return before, self.part.variables["params"]
+
+    part = nn.Dense(WIDTH)
+    module = linen.wrap(
+        Reading(linen.wrap(part, rounding("kernel", "away_from_zero"))),
+        rounding(".*"),
+    )
+    params = noisy(part.init(KEYS[0], X)["params"])
+    for _ in range(2):
+        results = module.apply({"params": {"part": params}}, X)
+        expected = params | {"kernel": away_from_zero(params["kernel"])}
+        assert same_bits(results, (expected, expected))
 
 
 def test_wrapped_classes_are_used_in_compact_parents_and_scans():

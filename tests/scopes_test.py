@@ -171,10 +171,10 @@ def test_rules_reach_into_trees_and_moved_scopes():
     case = CASES["share_scope"]
     params = case.variables()["params"]
     down = toward_zero(params)
-    # What would be at `inside/base/Dense_0` is at `inside/Dense_0`.
-    wrapped = linen.wrap(case.module, rounding("(inside/Dense_0|outside)/.*"))
+    # What would be at `inside/base/layers_0` is at `inside/layers_0`.
+    wrapped = linen.wrap(case.module, rounding("(inside/layers_0|outside)/.*"))
     expected = params | {
-        "inside": params["inside"] | {"Dense_0": down["inside"]["Dense_0"]},
+        "inside": params["inside"] | {"layers_0": down["inside"]["layers_0"]},
         "outside": params["outside"]
         | {name: down["outside"][name] for name in ("kernel", "bias", "a", "b")},
     }
@@ -315,7 +315,7 @@ def test_nn_jit_gives_each_policy_its_own_results():
             assert same_bits(results, [*expected.values()])
 
 
-@pytest.mark.parametrize("name", ["jit", "decorated"])
+@pytest.mark.parametrize("name", ["jit", "decorated", "jit_fields", "jit_arguments"])
 def test_nn_jit_tells_modules_apart_by_their_paths(name):
     module, variables = CASES[name].module, CASES[name].variables()
     params = variables["params"]
@@ -336,6 +336,7 @@ def test_nn_jit_keeps_no_key_and_no_trace():
     for _ in range(2):
         jitted = jax.jit(lambda key: draw(key))  # another outer trace each time
         assert same_bits([jitted(key) for key in KEYS], eager)
+    wrapped = linen.wrap(Jit(), rounding(".*", "stochastic", seed=2024))
     without_key = [
         jax.jit(lambda v: wrapped.apply(v, X))(variables),
         jax.jit(lambda v: wrapped.apply(v, X))(variables),
@@ -626,14 +627,16 @@ def test_outputs_are_drawn_by_key_path_and_place_in_the_tree():
     x = noisy(jnp.zeros((64, 64)))
     policy = rounding_outputs("outputs", "stochastic")
 
-    def draw(key, name="outputs"):
+    def draw(key, x=x):
         rngs = {"rounding": key}
-        return linen.wrap(Odd(), policy).apply({}, x, rngs=rngs)[0]["pair"]
+        return [*linen.wrap(Odd(), policy).apply({}, x, rngs=rngs)[0]["pair"]]
 
     first = draw(KEYS[0])
     assert_independent(*map(ups, first, (x, -x)), x)
     assert same_bits(draw(KEYS[0]), first)
     assert not same_bits(draw(KEYS[1]), first)
+    # The values do not count, but for their lower halves, which these have in common.
+    assert same_bits(draw(KEYS[0], 2 * x), [2 * y for y in first])
 
 
 def test_rematerialized_outputs_are_drawn_as_at_first():

@@ -237,8 +237,30 @@ class ShareScope(nn.Module):
     @nn.compact
     def __call__(self, x):
         outside = nn.Dense(WIDTH, name="outside")
-        # This block has a part, whose scope moves with that of the block.
-        return LowRank(outside)(LowRank(Block(parent=None), name="inside")(x))
+        # The part of this base has a scope already when that of the base moves.
+        dense = nn.Dense(WIDTH, parent=None)
+        base = nn.Sequential([dense, jnp.tanh], parent=None)
+        return LowRank(outside)(LowRank(base, name="inside")(x))
+
+
+class JitFields(nn.Module):
+    first: nn.Module
+    second: nn.Module
+
+    @nn.remat
+    def __call__(self, x):
+        return self.second(self.first(x))
+
+
+class JitArguments(nn.Module):
+    def setup(self):
+        self.first, self.second = JitBlock(), JitBlock()
+
+    def __call__(self, x):
+        def call(_, parts, x):
+            return parts[1](parts[0](x))
+
+        return nn.remat(call)(self, (self.first, self.second), x)
 
 
 class NameScopes(nn.Module):
@@ -373,6 +395,8 @@ CASES = {
     "jit_at_the_root": Case(JitBlock()),
     "decorated": Case(TwoDecorated()),
     "decorated_at_the_root": Case(Decorated()),
+    "jit_fields": Case(JitFields(JitBlock(), JitBlock())),
+    "jit_arguments": Case(JitArguments()),
     "share_scope": Case(ShareScope()),
     "share_scope_at_the_root": Case(LowRank(Block())),
     "name_scopes": Case(NameScopes()),
