@@ -226,7 +226,9 @@ def _find_files(path: str) -> tuple[pathlib.Path, list[pathlib.Path]]:
             f"glob, as seen from {pathlib.Path.cwd()}. Correct config.data.path."
         )
     # The part of the glob before its first wildcard.
-    root = next(folder for folder in expanded.parents if not glob.has_magic(str(folder)))
+    root = next(
+        folder for folder in expanded.parents if not glob.has_magic(str(folder))
+    )
     return root, _in_order(files, root)
 
 
