@@ -2,7 +2,7 @@
 
 The config file becomes typed values here, and is unknown further down:
 
-    configs/*.py -> models.build -> mixprec.Policy -> mixprec.wrap -> training.loop.train
+    configs/*.py -> models.build -> Policy -> mixprec.wrap -> training.loop.train
 """
 
 import json
@@ -85,7 +85,7 @@ def main(argv: list[str]) -> None:
         sys.exit(f"train.py: unexpected {' '.join(argv[1:])}. Write --config FILE.")
     if not flags.FLAGS["verbosity"].present:
         logging.set_verbosity(logging.WARNING)  # the libraries tell of every file
-    name = pathlib.Path(flags.FLAGS["config"].config_filename).stem
+    name = pathlib.Path(config_flags.get_config_filename(flags.FLAGS["config"])).stem
     workdir = pathlib.Path(_WORKDIR.value or HERE / "runs" / name)
     config = _CONFIG.value
     try:

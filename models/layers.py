@@ -31,7 +31,7 @@ class RMSNorm(nn.Module):
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """Gives [B, T, D] `dtype`."""
         ones = nn.with_logical_partitioning(nn.initializers.ones_init(), ("embed",))
-        scale_D = self.param("scale", ones, (x_BTD.shape[-1],), jnp.float32)
+        scale_D: Any = self.param("scale", ones, (x_BTD.shape[-1],), jnp.float32)
         x_BTD = x_BTD.astype(jnp.float32)
         mean_square_BT1 = jnp.mean(jnp.square(x_BTD), axis=-1, keepdims=True)
         x_BTD = x_BTD * jax.lax.rsqrt(mean_square_BT1 + self.epsilon)
@@ -42,9 +42,9 @@ class RMSNorm(nn.Module):
 def rotate(x_BTNH: jax.Array, theta: float) -> jax.Array:
     """Rotates pairs of features by angles that grow with the position.
 
-    Feature i and feature i + H/2 at position t turn by t / theta^(2i/H) (Su et al. 2021,
-    "RoFormer", section 3.2.2). Angles are float32 whatever the dtype of `x`: bfloat16
-    cannot tell positions above 256 apart.
+    Feature i and feature i + H/2 at position t turn by t / theta^(2i/H) (Su et al.
+    2021, "RoFormer", section 3.2.2). Angles are float32 whatever the dtype of `x`:
+    bfloat16 cannot tell positions above 256 apart.
 
     Args:
       x_BTNH: [B, T, N, H]; H even.

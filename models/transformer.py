@@ -77,7 +77,7 @@ class TransformerConfig:
 
 
 class Layer(nn.Module):
-    """Attention and MLP, each added to the residual stream after a norm of its input."""
+    """Attention and MLP, each added to the residual stream behind a norm."""
 
     config: TransformerConfig
 

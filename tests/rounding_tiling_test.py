@@ -58,7 +58,7 @@ def test_blocks_cover_any_array_and_fit(shape):
 
 
 def padded_bytes(shape, order):
-    """Bytes of float32 in tiles of up to 8 rows and 128 columns, from the definition."""
+    """Bytes of float32 in tiles of up to 8 rows and 128 columns, by definition."""
     *outer, rows, columns = (shape[d] for d in order)
     height = min((tile for tile in (1, 2, 4, 8) if rows <= tile), default=8)
     return (

@@ -85,7 +85,7 @@ def losses(metrics):
     ]
 
 
-class Interruption(Exception):
+class InterruptionError(Exception):
     pass
 
 
@@ -101,7 +101,7 @@ def interrupt_at(monkeypatch, step):
             def __next__(self):
                 self.taken = getattr(self, "taken", 0) + 1
                 if self.taken == step:
-                    raise Interruption
+                    raise InterruptionError
                 return batches(self)
 
         iterator.__class__ = Failing
@@ -144,7 +144,7 @@ def test_an_interrupted_and_resumed_run_gives_the_same_bits(
 
     with monkeypatch.context() as patch:
         interrupt_at(patch, step=11)
-        with pytest.raises(Interruption):
+        with pytest.raises(InterruptionError):
             run(config, tmp_path / "parts")
     assert max(entry["step"] for entry in read_metrics(tmp_path / "parts")) == 10
     results, printed, resumed = run(config, tmp_path / "parts")

@@ -13,7 +13,7 @@ def lines(workdir):
 
 
 def event_values(workdir):
-    """Reads (tag, step, value) from the event files, with tensorboardX's own protocol."""
+    """Reads (tag, step, value) from the event files, by tensorboardX's protocol."""
     from tensorboardX.proto import event_pb2
 
     found = []

@@ -1,4 +1,4 @@
-"""`round_to` and `round_bracket`: checks, choice of backend, straight-through gradient."""
+"""`round_to` and `round_bracket`: checks, backend, straight-through gradient."""
 
 import functools
 from typing import Any, Literal
@@ -49,8 +49,8 @@ def round_to(
 
     Raises:
       TypeError: `x`, `dtype`, `out_dtype` or `key` is of a type not listed above.
-      ValueError: unknown `mode` or `backend`; "stochastic" without a key or another mode
-        with one; "pallas" where there is neither a TPU nor a CPU.
+      ValueError: unknown `mode` or `backend`; "stochastic" without a key or another
+        mode with one; "pallas" where there is neither a TPU nor a CPU.
 
     Example:
       >>> x = jnp.float32([1.0, 1.001, -1.001])
@@ -93,7 +93,7 @@ def round_bracket(
       backend: as for `round_to`.
 
     Returns:
-      (down, up), each [...] `out_dtype`: the neighbour toward zero and the one away from
+      (down, up), each [...] `out_dtype`: the neighbour toward zero and that away from
       zero. Both are `x` itself where that is a value of `dtype`.
 
     Raises:
@@ -165,11 +165,11 @@ def choose_backend(backend: str) -> str:
     """Gives the backend to use: "pallas" or "xla".
 
     "auto" is "xla" on every platform. XLA fuses the bit operations into whatever
-    produces or reads the value and partitions them over a mesh; compiled for TPU v5e and
-    v6e it reads and writes the least bytes possible for a rounding alone (6 an element),
-    and none for one that feeds a product, where a separate kernel writes its copy to
-    memory and reads it back. The kernel is for those who want the rounded copy to be a
-    separate array made in one pass.
+    produces or reads the value and partitions them over a mesh; compiled for TPU v5e
+    and v6e it reads and writes the least bytes possible for a rounding alone (6 an
+    element), and none for one that feeds a product, where a separate kernel writes its
+    copy to memory and reads it back. The kernel is for those who want the rounded copy
+    to be a separate array made in one pass.
 
     Raises:
       ValueError: unknown name, or "pallas" on a platform without a lowering.

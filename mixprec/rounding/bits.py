@@ -9,13 +9,14 @@ is one addition and one mask:
 A mode is nothing but its increment, from 0 (always `down`) to 0xFFFF (`up`, unless the
 lower half is 0). The carry runs into the exponent by itself: from the top of one binade
 to the bottom of the next, from the largest finite value to infinity, from the subnormal
-numbers to the normal ones. Exact values, zeros of either sign and infinities have a lower
-half of 0, and nothing can carry out of it: no mode moves them. Only NaN needs care.
+numbers to the normal ones. Exact values, zeros of either sign and infinities have a
+lower half of 0, and nothing can carry out of it: no mode moves them. Only NaN needs
+care.
 
 Everything stays in unsigned integers: float arithmetic flushes subnormals to zero on
-some backends and may change the payload of a NaN. The functions are plain `jax.numpy` on
-uint32 arrays of any shape, so the Pallas kernel calls them on its blocks and the XLA path
-on whole arrays.
+some backends and may change the payload of a NaN. The functions are plain `jax.numpy`
+on uint32 arrays of any shape, so the Pallas kernel calls them on its blocks and the XLA
+path on whole arrays.
 """
 
 import jax

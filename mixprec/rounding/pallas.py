@@ -2,22 +2,22 @@
 
 How it works:
 
-1. `tiling` chooses a view of the array whose row-major order is its order in memory, and
-   blocks of the view that fit VMEM. Taking the view moves no data.
+1. `tiling` chooses a view of the array whose row-major order is its order in memory,
+   and blocks of the view that fit VMEM. Taking the view moves no data.
 2. The grid walks the blocks. Each is read once; each requested mode writes one output.
    Only requested outputs exist: Pallas does not drop an output that nobody reads.
 3. Inside a block a loop walks strips of a few rows, so that the compiler keeps its
    temporaries in registers. Each strip calls the bit algebra of `bits` and, for
-   stochastic rounding, the hash of `random` on the strip's element indices in the original
-   array. The XLA path calls the same functions, so both agree bit for bit.
+   stochastic rounding, the hash of `random` on the strip's element indices in the
+   original array. The XLA path calls the same functions, so both agree bit for bit.
 
 Why not one block, the whole array: two float32 outputs of f32[2048,4096] need 96 MiB of
-VMEM where a TPU v5e grants a kernel 16. Why not flatten first: in memory an array on the
-TPU is a grid of (8, 128) tiles of two of its dimensions, and flattening copies it.
+VMEM where a TPU v5e grants a kernel 16. Why not flatten first: in memory an array on
+the TPU is a grid of (8, 128) tiles of two of its dimensions, and flattening copies it.
 
-Limits: edge blocks reach beyond the array and compute on unspecified values there, which
-is harmless for an elementwise kernel whose excess writes are dropped. The kernel is
-compiled for TPUs and interpreted on CPUs. It cannot be partitioned by XLA; on
+Limits: edge blocks reach beyond the array and compute on unspecified values there,
+which is harmless for an elementwise kernel whose excess writes are dropped. The kernel
+is compiled for TPUs and interpreted on CPUs. It cannot be partitioned by XLA; on
 several devices call it on local shards, inside `shard_map`.
 """
 
@@ -80,8 +80,8 @@ def round_pallas(
         has_seed=seed is not None,
     )
     block = pl.BlockSpec(tiles.block_shape, lambda *step: step)
-    # Interpreted, bfloat16 is written as patterns: on the CPU, XLA moves bfloat16 arrays
-    # by way of float32, which changes the payload of a NaN.
+    # Interpreted, bfloat16 is written as patterns: on the CPU, XLA moves bfloat16
+    # arrays by way of float32, which changes the payload of a NaN.
     as_patterns = interpret and dtype == jnp.bfloat16
     stored_dtype = np.dtype(np.uint16) if as_patterns else dtype
     out_type = _like(view, stored_dtype)
@@ -93,7 +93,7 @@ def round_pallas(
         out_specs=(block,) * len(modes),
         compiler_params=pltpu.CompilerParams(
             # Steps are independent: the two cores of a v4 or v5p chip share them.
-            dimension_semantics=("parallel",) * len(tiles.grid)
+            dimension_semantics=(pltpu.PARALLEL,) * len(tiles.grid)
         ),
         cost_estimate=pl.CostEstimate(
             flops=x.size * _flops_per_element(modes),
@@ -132,12 +132,13 @@ class _BlockIndex:
         self, shape: tuple[int, ...], strides: tuple[int, ...], tiles: tiling.Tiling
     ):
         ordered = [(shape[d], strides[d]) for d in tiles.order]
-        # The view's last two dimensions are single ones; the first is merged of the rest.
+        # The view's last two dimensions are single ones; the first is merged of the
+        # rest.
         self.leading = ordered[:-2]
         self.inner_strides = tuple(stride for _, stride in ordered[-2:])
 
     def leading_offset(self, place: jax.Array) -> jax.Array:
-        """Gives the index at which the slice at `place` of the first dimension begins."""
+        """Gives the index at which the slice at `place` of the first axis begins."""
         offset = jnp.uint32(0)
         for size, stride in reversed(self.leading):
             within = (place % size).astype(jnp.uint32)
@@ -185,7 +186,7 @@ def _kernel(
         round_strip((...,), lambda shape: index.strip(shape, starts, jnp.uint32(0)))
         return
 
-    depth, rows, _ = x_ref.shape
+    depth, rows = x_ref.shape[:2]
     first_slice, first_row, first_column = starts
     strip_rows = _STRIP_ROWS if rows % _STRIP_ROWS == 0 else rows
 

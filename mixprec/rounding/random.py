@@ -2,22 +2,24 @@
 
 There is no generator state and no array of random bits in memory: each element hashes
 its own position, so the bits are the same for any block shape, mesh or backend, and the
-hash fuses into whatever reads it. The Pallas kernel and the XLA path call the same code.
+hash fuses into whatever reads it. The Pallas kernel and the XLA path call the same
+code.
 
-The mixing function is `lowbias32` (Chris Wellons, "Prospecting for Hash Functions", 2018;
-two multiplications, three shifts, a bijection of the 32-bit words), applied once a seed
-word, so that neither word alone shows through.
+The mixing function is `lowbias32` (Chris Wellons, "Prospecting for Hash Functions",
+2018; two multiplications, three shifts, a bijection of the 32-bit words), applied once
+a seed word, so that neither word alone shows through.
 """
 
 import hashlib
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-# 2^32 divided by the golden ratio. It keeps the all-zero seed and index away from 0, the
-# fixed point of the mixing function.
+# 2^32 divided by the golden ratio. It keeps the all-zero seed and index away from 0,
+# the fixed point of the mixing function.
 _GOLDEN = np.uint32(0x9E3779B9)
 _VALUE_FACTOR = np.uint32(0x85EBCA6B)  # odd, so multiplying by it loses nothing
 
@@ -41,8 +43,8 @@ def random_bits(
     Args:
       seed: two uint32 scalars.
       index: [...] uint32, each element's position in the whole array.
-      value_bits: [...] uint32 or None. The element's own bit pattern, to tell apart draws
-        that have seed and index in common (the layers of a scanned stack).
+      value_bits: [...] uint32 or None. The element's own bit pattern, to tell apart
+        draws that have seed and index in common (the layers of a scanned stack).
 
     Returns:
       [...] uint32.
@@ -79,8 +81,8 @@ def seed_from_key(key: jax.Array | int) -> jax.Array:
     """Turns a JAX key or an integer into the two seed words.
 
     Args:
-      key: a typed key (`jax.random.key`), a raw uint32 key (`jax.random.PRNGKey`), or an
-        integer seed. Every word of the key counts, whatever its implementation.
+      key: a typed key (`jax.random.key`), a raw uint32 key (`jax.random.PRNGKey`), or
+        an integer seed. Every word of the key counts, whatever its implementation.
 
     Returns:
       [2] uint32.
@@ -95,7 +97,7 @@ def seed_from_key(key: jax.Array | int) -> jax.Array:
                 f"`key` must be from 0 to 2**64 - 1 if an integer, got {key}. "
                 "Pass a smaller seed or a JAX key."
             )
-        words = jnp.array([int(key) >> 32, int(key) & 0xFFFFFFFF], jnp.uint32)
+        words: Any = jnp.array([int(key) >> 32, int(key) & 0xFFFFFFFF], jnp.uint32)
     elif isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         words = jax.random.key_data(key)
     else:

@@ -4,9 +4,10 @@ Two facts about the TPU decide (both seen by compiling for v4 to tpu7x):
 
 - A kernel takes its operands in row-major order, but XLA stores an array in whichever
   order of dimensions pads the fewest bytes: the last dimension fills lanes of 128, the
-  one before it sublanes of up to 8. Where the two differ, XLA puts a transposing copy of
-  the whole array before the kernel and another after it. So the kernel is handed the
-  transposed view whose row-major order is XLA's own: such a transposition moves nothing.
+  one before it sublanes of up to 8. Where the two differ, XLA puts a transposing copy
+  of the whole array before the kernel and another after it. So the kernel is handed the
+  transposed view whose row-major order is XLA's own: such a transposition moves
+  nothing.
 - VMEM is small (16 MiB for one kernel by default on v4, v5e and v5p), and holds every
   block twice, one being computed and one in flight.
 """
@@ -97,7 +98,8 @@ def memory_order(shape: tuple[int, ...]) -> tuple[int, ...]:
         rows = _round_up(shape[sublane], _sublane_tile(shape[sublane]))
         return rest * rows * _round_up(shape[lane], _LANES)
 
-    # `min` keeps the first of equals, so the candidates come from the last dimension on.
+    # `min` keeps the first of equals, so the candidates come from the last dimension
+    # on.
     lane, sublane = min(itertools.permutations(reversed(dimensions), 2), key=padded)
     outer = tuple(d for d in dimensions if d not in (lane, sublane))
     return (*outer, sublane, lane)

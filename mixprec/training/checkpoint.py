@@ -1,4 +1,4 @@
-"""Checkpoints by Orbax: everything that a run needs to go on as if never interrupted."""
+"""Checkpoints by Orbax: all that a run needs to go on as if never interrupted."""
 
 import dataclasses
 import json

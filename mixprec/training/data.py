@@ -86,8 +86,8 @@ class Dataset:
     def fingerprint(self) -> str:
         """A hash of all bytes and of the split between training and validation."""
         digest = hashlib.sha256(len(self.train).to_bytes(8, "little"))
-        digest.update(self.train)
-        digest.update(self.validation)
+        digest.update(self.train.data)
+        digest.update(self.validation.data)
         return digest.hexdigest()
 
     @functools.cached_property
@@ -149,7 +149,8 @@ def load(config: DataConfig, *, seed: int) -> Dataset:
     root, files = _find_files(config.path)
     texts = {path.relative_to(root).as_posix(): _read(path) for path in files}
     if len(texts) == 1:
-        train, validation = _split_bytes(*texts.values(), config.validation_fraction)
+        (text,) = texts.values()
+        train, validation = _split_bytes(text, config.validation_fraction)
         split = "the last bytes are for validation"
     else:
         train_files, validation_files = _split_files(texts, config.validation_fraction)
@@ -160,10 +161,10 @@ def load(config: DataConfig, *, seed: int) -> Dataset:
         if windows < config.batch_size:
             needed = config.batch_size * config.sequence_length + 1
             raise ValueError(
-                f"{config.path!r} must give {name} at least {needed:,} bytes, one batch "
-                f"of {config.batch_size} sequences of {config.sequence_length}, got "
-                f"{len(part):,}. Take more text, or lower config.data.batch_size or "
-                "config.data.sequence_length."
+                f"{config.path!r} must give {name} at least {needed:,} bytes, one "
+                f"batch of {config.batch_size} sequences of "
+                f"{config.sequence_length}, got {len(part):,}. Take more text, or lower "
+                "config.data.batch_size or config.data.sequence_length."
             )
     return Dataset(
         config=config,

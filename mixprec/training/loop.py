@@ -1,4 +1,4 @@
-"""The training loop: from configs and a model to a trained one in the working folder."""
+"""The training loop: from configs and a model to a trained one in a folder."""
 
 import contextlib
 import dataclasses
@@ -52,8 +52,8 @@ class LoopConfig:
         for field in dataclasses.fields(self):
             if getattr(self, field.name) < 1:
                 raise ValueError(
-                    f"`{field.name}` must be positive, got {getattr(self, field.name)}. "
-                    f"Correct config.train.{field.name}."
+                    f"`{field.name}` must be positive, got "
+                    f"{getattr(self, field.name)}. Correct config.train.{field.name}."
                 )
 
 
@@ -259,8 +259,8 @@ class _Trainer:
 
     def _measure(self, train_state: state.TrainState) -> float:
         total = metrics.ValidationMetrics.empty()
-        for tokens in self._validation:
-            tokens = jnp.asarray(tokens, jnp.int32)
+        for batch in self._validation:
+            tokens = jnp.asarray(batch, jnp.int32)
             total = total.merge(self._validation_step(train_state.params, tokens))
         return metrics.to_floats(total)["val_loss"]
 
@@ -317,8 +317,8 @@ def _resume(
     checkpoint_lib.check_same_run(checkpointer.restore_run(saved_step), run, saved_step)
     if saved_step > steps:
         raise ValueError(
-            f"`steps` must be at least {saved_step}, that of the newest checkpoint, got "
-            f"{steps}. Raise config.train.steps, or choose another --workdir."
+            f"`steps` must be at least {saved_step}, that of the newest checkpoint, "
+            f"got {steps}. Raise config.train.steps, or choose another --workdir."
         )
     restored = checkpointer.restore(saved_step, train_state, batches)
     console.print(f"resuming after step {saved_step} of {steps}")

@@ -35,12 +35,13 @@ def to_floats(collection: metrics.Collection) -> dict[str, float]:
 class MetricsWriter:
     """Writes scalars to `metrics.jsonl` and to a TensorBoard event file.
 
-    A resumed run writes the steps after its checkpoint a second time, so what an earlier
-    run wrote after that step is dropped.
+    A resumed run writes the steps after its checkpoint a second time, so what an
+    earlier run wrote after that step is dropped.
 
     Args:
       workdir: an existing folder.
-      resume_step: the step of the checkpoint that the run goes on from; 0 for a new run.
+      resume_step: the step of the checkpoint that the run goes on from; 0 for a new
+        run.
     """
 
     def __init__(self, workdir: pathlib.Path, *, resume_step: int):

@@ -73,7 +73,8 @@ def _fill(
     def fill_one(place: jax.Array, text: jax.Array) -> jax.Array:
         # The whole text each time: what stands after `place` is invisible to it, and
         # no cache of keys and values asks anything of the model.
-        logits = model.apply({"params": params}, text)[0, place - 1]
+        all_logits: Any = model.apply({"params": params}, text)
+        logits = all_logits[0, place - 1]
         if temperature == 0:
             byte = jnp.argmax(logits)
         else:

@@ -87,7 +87,7 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedul
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """Gives clipping, then AdamW on a warm-up and cosine schedule over `steps` steps."""
+    """Gives clipping, then AdamW on a schedule over `steps` steps."""
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
         optax.adamw(

@@ -1,4 +1,4 @@
-"""One optimizer step: forward and backward through the rounded model, then the update."""
+"""One optimizer step: through the rounded model and back, then the update."""
 
 from collections.abc import Callable
 from typing import Any
@@ -35,7 +35,8 @@ def make_train_step(
       optimizer: of the master weights.
       learning_rate: for the metrics.
       seed: of stochastic rounding.
-      microbatches: parts that a batch is split into, one after the other, to save memory.
+      microbatches: parts that a batch is split into, one after the other, to save
+        memory.
 
     Returns:
       A function of (state, [batch, length + 1] int32 tokens); batch must divide by
