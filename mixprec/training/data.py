@@ -163,7 +163,7 @@ def load(config: DataConfig, *, seed: int) -> Dataset:
             raise ValueError(
                 f"{config.path!r} must give {name} at least {needed:,} bytes, one "
                 f"batch of {config.batch_size} sequences of "
-                f"{config.sequence_length}, got {len(part):,}. Take more text, or lower "
+                f"{config.sequence_length}, got {len(part):,}. Take more text or lower "
                 "config.data.batch_size or config.data.sequence_length."
             )
     return Dataset(
