@@ -181,6 +181,15 @@ def test_rules_reach_into_trees_and_moved_scopes():
     results = wrapped.apply({"params": params}, X)
     assert same_bits(results, case.module.apply({"params": expected}, X))
 
+    wrapped = linen.wrap(case.module, rounding_outputs("inside/layers_0"))
+    options = {"capture_intermediates": True, "mutable": ["intermediates"]}
+    outputs = [
+        module.apply({"params": params}, X, **options)[1]["intermediates"]
+        for module in (wrapped, case.module)
+    ]
+    rounded, raw = (tree["inside"]["layers_0"]["__call__"][0] for tree in outputs)
+    assert same_bits(rounded, toward_zero(raw))
+
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float64])
 def test_masters_of_other_float_types_are_refused(dtype):
