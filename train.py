@@ -10,6 +10,8 @@ import pathlib
 import sys
 
 import flax.linen as nn
+import jax
+import jax.numpy as jnp
 import rich.console
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
@@ -33,9 +35,14 @@ flags.mark_flag_as_required("config")
 
 def build_model(config: ConfigDict) -> nn.Module:
     """Gives the model that `config` describes, wrapped in its policy."""
+    if config.model.vocab_size < data.VOCAB_SIZE:
+        raise ValueError(
+            f"`vocab_size` must be at least {data.VOCAB_SIZE}, one for each byte, got "
+            f"{config.model.vocab_size}. Correct config.model.vocab_size."
+        )
     policy = mixprec.Policy(
-        params=tuple(mixprec.Rule(*pair) for pair in config.policy.params),
-        activations=tuple(mixprec.Rule(*pair) for pair in config.policy.activations),
+        params=_rules(config, "params"),
+        activations=_rules(config, "activations"),
         out_dtype=config.policy.out_dtype,
         seed=config.policy.seed,
         backend=config.policy.backend,
@@ -43,17 +50,34 @@ def build_model(config: ConfigDict) -> nn.Module:
     return mixprec.wrap(models.build(models.TransformerConfig(**config.model)), policy)
 
 
+def _rules(config: ConfigDict, name: str) -> tuple[mixprec.Rule, ...]:
+    pairs = config.policy[name]
+    # A string has a length too.
+    if not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs):
+        raise ValueError(
+            f"`{name}` must be (pattern, mode) pairs, got {pairs!r}. Correct "
+            f"config.policy.{name}, for example to (('.*/kernel', 'stochastic'),)."
+        )
+    return tuple(mixprec.Rule(*pair) for pair in pairs)
+
+
 def build_run(config: ConfigDict) -> loop.RunConfig:
-    """Gives all else that `config` describes."""
+    """Reads the text, and gives all else that `config` describes."""
     return loop.RunConfig(
         seed=config.seed,
-        data=data.DataConfig(**config.data),
+        dataset=data.load(data.DataConfig(**config.data), seed=config.seed),
         optimizer=state.OptimizerConfig(**config.optimizer),
         train=loop.LoopConfig(**config.train),
         checkpoint=checkpoint.CheckpointConfig(**config.checkpoint),
         sample=sample.SampleConfig(**config.sample),
         resolved=json.loads(config.to_json()),
     )
+
+
+def explain(model: nn.Module, run: loop.RunConfig) -> mixprec.Explanation:
+    """Gives the table of what is rounded in one microbatch; computes nothing."""
+    shape = (run.microbatch_size, run.dataset.config.sequence_length)
+    return mixprec.explain(model, jax.ShapeDtypeStruct(shape, jnp.int32))
 
 
 def make_console() -> rich.console.Console:
@@ -64,10 +88,24 @@ def make_console() -> rich.console.Console:
 def parse_flags(argv: list[str]) -> list[str]:
     """Parses the command line; a relative config is looked for beside train.py too."""
     try:
-        return flags.FLAGS([_find_config(argument) for argument in argv])
-    except (AttributeError, KeyError, TypeError, OSError, flags.Error) as error:
-        # ml_collections reports an unknown key, and the nearest one, by AttributeError.
+        rest = flags.FLAGS([_find_config(argument) for argument in argv])
+        _ = _CONFIG.value.policy  # a file that is missing shows on access
+        return rest
+    except OSError as error:
+        sys.exit(f"train.py: {error}\nThose here: {', '.join(_configs())}.")
+    except (AttributeError, KeyError) as error:
+        # ml_collections wraps a KeyError, which proposes the nearest key.
+        inner = error.args[0]
+        if not isinstance(inner, KeyError):
+            sys.exit(f"train.py: {error}")
+        unknown = " ".join(str(inner.args[0]).split())
+        sys.exit(f"train.py: the config has no {unknown} See configs/default.py.")
+    except (TypeError, flags.Error) as error:
         sys.exit(f"train.py: {error}")
+
+
+def _configs() -> list[str]:
+    return sorted(f"configs/{path.name}" for path in HERE.glob("configs/*.py"))
 
 
 def _find_config(argument: str) -> str:
@@ -87,9 +125,18 @@ def main(argv: list[str]) -> None:
         logging.set_verbosity(logging.WARNING)  # the libraries tell of every file
     name = pathlib.Path(config_flags.get_config_filename(flags.FLAGS["config"])).stem
     workdir = pathlib.Path(_WORKDIR.value or HERE / "runs" / name)
-    config = _CONFIG.value
+    console = make_console()
     try:
-        loop.train(build_model(config), build_run(config), workdir, make_console())
+        model, run = build_model(_CONFIG.value), build_run(_CONFIG.value)
+        table = explain(model, run)
+    except (AttributeError, TypeError, ValueError, OSError) as error:
+        if flags.FLAGS["verbosity"].present:
+            raise
+        sys.exit(f"train.py: {error}\n(--verbosity=0 shows where this was found.)")
+    console.print(run.dataset.description)
+    console.print(table)
+    try:
+        loop.train(model, run, workdir, console)
     except KeyboardInterrupt:
         sys.exit("train.py: interrupted. The same command goes on from the checkpoint.")
 

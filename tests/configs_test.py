@@ -28,11 +28,11 @@ def test_every_config_becomes_a_wrapped_model_and_a_run(name):
     config = get_config(name)
     model = train.build_model(config)
     run = train.build_run(config)
-    tokens = jax.ShapeDtypeStruct((1, run.data.sequence_length), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((1, run.dataset.config.sequence_length), jnp.int32)
     logits = jax.eval_shape(
         lambda tokens: model.init_with_output(jax.random.key(0), tokens)[0], tokens
     )
-    assert logits.shape == (1, run.data.sequence_length, 256)
+    assert logits.shape == (1, run.dataset.config.sequence_length, 256)
     assert run.resolved["model"]["width"] == config.model.width
 
 

@@ -71,6 +71,7 @@ def test_killed_and_run_again_from_another_folder_it_gives_the_same_losses(
     whole = run(tiny(corpus, tmp_path / "whole"), tmp_path)
     assert whole.returncode == 0, whole.stderr
     assert "byte frequencies alone" in whole.stdout
+    assert "stochastic" in whole.stdout  # the rounding table
 
     interrupted = subprocess.Popen(
         tiny(corpus, tmp_path / "parts"),
@@ -107,24 +108,56 @@ def test_killed_and_run_again_from_another_folder_it_gives_the_same_losses(
     [
         (["--config.train.stepz=3"], 'Did you mean "steps"'),
         (["--config.trian.steps=3"], 'Did you mean "train"'),
+        (["--config.nothing=3"], "no 'nothing' See configs/default.py"),
         (["--config.train.steps=2.5"], "steps"),
         (["more"], "unexpected more. Write --config FILE"),
-        (["--config.data.path=/nowhere/at/all"], "'/nowhere/at/all' must exist"),
+        (["--config.data.path=/nowhere/at/all"], "'/nowhere/at/all' must be"),
+        (["--config.data.path="], "`path` must be"),
         (["--config.model.num_heads=3"], "`width` must be"),
+        (["--config.model.vocab_size=255"], "`vocab_size` must be at least 256"),
+        (["--config.seed=-1"], "`seed` must be"),
         (["--config.policy.backend=cuda"], "`backend` must be one of auto, pallas"),
+        (["--config.policy.params=(('layers/.*',),)"], "(pattern, mode) pairs"),
+        (["--config.policy.params=('ab','cd')"], "(pattern, mode) pairs"),
+        (
+            ["--config.policy.params=(('layers/mlp/upp/kernel','stochastic'),)"],
+            "'layers/mlp/up/kernel'",
+        ),
     ],
 )
-def test_bad_input_is_named(arguments, message, tmp_path):
+def test_bad_input_is_named_in_one_line(arguments, message, tmp_path):
     result = run(command(*arguments, "--workdir", str(tmp_path / "run")), tmp_path)
     assert result.returncode != 0
     assert message in result.stderr
+    assert "Traceback" not in result.stderr
     assert not (tmp_path / "run").exists()
 
 
-def test_a_config_that_does_not_exist_is_named(tmp_path):
-    result = run(command(config="configs/smal.py"), tmp_path)
+def test_verbosity_shows_where_bad_input_was_found(tmp_path):
+    result = run(command("--config.seed=-1", "--verbosity=0"), tmp_path)
     assert result.returncode != 0
-    assert "configs/smal.py" in result.stderr
+    assert "Traceback" in result.stderr
+    assert "`seed` must be" in result.stderr
+
+
+def test_a_config_that_does_not_exist_is_named_and_those_that_do(tmp_path):
+    for override in ([], ["--config.train.steps=1"]):
+        result = run(command(*override, config="configs/smal.py"), tmp_path)
+        assert result.returncode != 0
+        assert "configs/smal.py" in result.stderr
+        assert "configs/small.py" in result.stderr
+        assert "Traceback" not in result.stderr
+
+
+def test_a_config_without_the_defaults_is_told_what_it_lacks(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "import ml_collections\n"
+        "def get_config(): return ml_collections.ConfigDict({'seed': 0})\n"
+    )
+    result = run(command(config="own.py"), tmp_path)
+    assert result.returncode != 0
+    assert "the config has no 'policy'" in result.stderr
+    assert "configs/default.py" in result.stderr
 
 
 def test_the_config_is_required(tmp_path):

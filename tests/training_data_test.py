@@ -237,10 +237,20 @@ def test_baseline_by_hand(tmp_path):
 
 def test_a_path_that_does_not_exist_is_named(tmp_path):
     missing = tmp_path / "nothing.txt"
-    with pytest.raises(FileNotFoundError, match="nothing.txt' must exist"):
+    with pytest.raises(FileNotFoundError, match="nothing.txt' must be a text file"):
         load(missing)
-    with pytest.raises(FileNotFoundError, match=r"\*.rst' must match some file"):
+    with pytest.raises(FileNotFoundError, match=r"\*.rst' must match a text file"):
         load(tmp_path / "*.rst")
+
+
+def test_a_path_that_is_no_file_is_named(tmp_path):
+    (tmp_path / "pipe").mkdir()
+    with pytest.raises(FileNotFoundError, match="/dev/null' must be a text file"):
+        load("/dev/null")
+    with pytest.raises(FileNotFoundError, match="got something else there"):
+        load(tmp_path / "pip?")
+    with pytest.raises(ValueError, match="`path` must be 'stdlib'"):
+        load("")
 
 
 def test_an_empty_folder_is_named(tmp_path):

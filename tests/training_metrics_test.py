@@ -3,6 +3,7 @@ import struct
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from mixprec.training import metrics
 
@@ -68,6 +69,17 @@ def test_resuming_drops_what_came_after_the_checkpoint(tmp_path):
         {"step": 20, "loss": 20.0},
         {"step": 30, "loss": 0.5},
     ]
+
+
+@pytest.mark.parametrize(
+    "rest", [b"\xff\xfe", b"\0\0\0\0\n", b"17\n", b"[1]\n", b'{"loss": 1}\n']
+)
+def test_whatever_a_crash_left_in_the_file_the_lines_before_it_are_kept(tmp_path, rest):
+    whole = b'{"step": 10, "loss": 1.0}\n'
+    (tmp_path / "metrics.jsonl").write_bytes(whole + rest)
+    metrics.MetricsWriter(tmp_path, resume_step=10).close()
+    assert lines(tmp_path) == [{"step": 10, "loss": 1.0}]
+    assert [path.name for path in tmp_path.glob("metrics*")] == ["metrics.jsonl"]
 
 
 def test_a_new_run_starts_with_an_empty_file(tmp_path):

@@ -51,6 +51,11 @@ class DataConfig:
     validation_fraction: float
 
     def __post_init__(self) -> None:
+        if not self.path:
+            raise ValueError(
+                "`path` must be 'stdlib', a text file, a folder or a glob, got ''. "
+                "Correct config.data.path."
+            )
         for name in ("sequence_length", "batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(
@@ -221,10 +226,11 @@ def _find_files(path: str) -> tuple[pathlib.Path, list[pathlib.Path]]:
     matches = [pathlib.Path(m) for m in glob.glob(str(expanded), recursive=True)]
     files = [match for match in matches if match.is_file()]
     if not files:
-        what = "match some file" if glob.has_magic(path) else "exist"
+        what = "match" if glob.has_magic(path) else "be"
         raise FileNotFoundError(
-            f"{path!r} must {what}: it is to be 'stdlib', a text file, a folder or a "
-            f"glob, as seen from {pathlib.Path.cwd()}. Correct config.data.path."
+            f"{path!r} must {what} a text file (or be 'stdlib' or a folder), got "
+            f"{'something else' if matches else 'nothing'} there, as seen from "
+            f"{pathlib.Path.cwd()}. Correct config.data.path."
         )
     # The part of the glob before its first wildcard.
     root = next(

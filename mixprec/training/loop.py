@@ -9,15 +9,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 import optax
 import rich.console
 import rich.progress
 from clu import parameter_overview
 
-import mixprec
-from mixprec import linen
 from mixprec.training import checkpoint as checkpoint_lib
 from mixprec.training import data as data_lib
 from mixprec.training import metrics, sample, state, step
@@ -62,8 +59,9 @@ class RunConfig:
     """All that a run is made of besides the model.
 
     Attributes:
-      seed: of initial weights, order of data, stochastic rounding and sample.
-      data: what to train on.
+      seed: of initial weights, order of data, stochastic rounding and sample; from 0
+        to 2**32 - 1.
+      dataset: what to train on.
       optimizer: how to update the weights.
       train: how long.
       checkpoint: what to save.
@@ -71,11 +69,12 @@ class RunConfig:
       resolved: the whole config as JSON values, as it is written to `config.json`.
 
     Raises:
-      ValueError: the batch cannot be split into the microbatches.
+      ValueError: the batch cannot be split into the microbatches, or the seed is out of
+        its range.
     """
 
     seed: int
-    data: data_lib.DataConfig
+    dataset: data_lib.Dataset
     optimizer: state.OptimizerConfig
     train: LoopConfig
     checkpoint: checkpoint_lib.CheckpointConfig
@@ -83,12 +82,23 @@ class RunConfig:
     resolved: dict[str, Any]
 
     def __post_init__(self) -> None:
-        if self.data.batch_size % self.train.microbatches:
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(
+                f"`seed` must be from 0 to 2**32 - 1, got {self.seed}. "
+                "Correct config.seed."
+            )
+        batch_size = self.dataset.config.batch_size
+        if batch_size % self.train.microbatches:
             raise ValueError(
                 "`microbatches` must divide the batch, got "
-                f"{self.train.microbatches} for a batch of {self.data.batch_size}. "
+                f"{self.train.microbatches} for a batch of {batch_size}. "
                 "Correct config.train.microbatches or config.data.batch_size."
             )
+
+    @property
+    def microbatch_size(self) -> int:
+        """Sequences that pass through the model at once."""
+        return self.dataset.config.batch_size // self.train.microbatches
 
 
 def train(
@@ -111,20 +121,17 @@ def train(
 
     Raises:
       FloatingPointError: the loss is not finite.
-      ValueError, OSError: from the data, the policy or a checkpoint; the message says
+      ValueError, OSError: from the policy, a checkpoint or `workdir`; the message says
         what was expected and what to do.
     """
-    dataset = data_lib.load(config.data, seed=config.seed)
-    console.print(dataset.description)
-    _print_rounding(model, config, console)
-
-    steps = config.train.steps
+    dataset, steps = config.dataset, config.train.steps
+    _make_workdir(workdir)
     optimizer = state.make_optimizer(config.optimizer, steps)
     train_state = state.init_state(
         model,
         optimizer,
         seed=config.seed,
-        sequence_length=config.data.sequence_length,
+        sequence_length=dataset.config.sequence_length,
     )
     console.print(
         parameter_overview.get_parameter_overview(
@@ -134,7 +141,6 @@ def train(
         highlight=False,
     )
 
-    workdir.mkdir(parents=True, exist_ok=True)
     run = {section: config.resolved[section] for section in _FIXED_SECTIONS}
     run["data_fingerprint"] = dataset.fingerprint
     with contextlib.closing(
@@ -148,7 +154,7 @@ def train(
         with contextlib.closing(
             metrics.MetricsWriter(workdir, resume_step=int(train_state.step))
         ) as writer:
-            trainer = _Trainer(model, optimizer, config, dataset, writer, console)
+            trainer = _Trainer(model, optimizer, config, writer, console)
             train_state, val_loss = trainer.run(train_state, batches, checkpointer, run)
 
     console.print(
@@ -174,14 +180,16 @@ class _Trainer:
         model: nn.Module,
         optimizer: optax.GradientTransformation,
         config: RunConfig,
-        dataset: data_lib.Dataset,
         writer: metrics.MetricsWriter,
         console: rich.console.Console,
     ):
         self._config = config.train
         self._checkpoint_every = config.checkpoint.every
-        self._tokens_per_step = config.data.batch_size * config.data.sequence_length
-        self._validation = dataset.validation_batches(config.train.validation_batches)
+        data = config.dataset.config
+        self._tokens_per_step = data.batch_size * data.sequence_length
+        self._validation = config.dataset.validation_batches(
+            config.train.validation_batches
+        )
         self._writer = writer
         self._console = console
         self._train_step = step.make_train_step(
@@ -225,6 +233,7 @@ class _Trainer:
                         val_loss = self._validate(done, train_state)
                 if done % self._checkpoint_every == 0 or done == last:
                     with clock.stopped():
+                        _check_finite(done, metrics.to_floats(measured))
                         checkpointer.save(train_state, batches, run, val_loss=val_loss)
         if val_loss is None:
             val_loss = self._measure(train_state)
@@ -234,12 +243,7 @@ class _Trainer:
         self, done: int, measured: metrics.StepMetrics, clock: "_Clock"
     ) -> dict[str, float]:
         scalars = metrics.to_floats(measured)
-        if not metrics.is_finite(scalars):
-            raise FloatingPointError(
-                f"loss and gradient must be finite, got {scalars} at step {done}. "
-                "Lower config.optimizer.learning_rate, or look at the last rounding "
-                "table for a tensor whose values overflow."
-            )
+        _check_finite(done, scalars)
         scalars["tokens_per_second"] = self._tokens_per_step * clock.steps_per_second(
             done
         )
@@ -291,15 +295,23 @@ class _Clock:
         self._since += time.perf_counter() - before
 
 
-def _print_rounding(
-    model: nn.Module, config: RunConfig, console: rich.console.Console
-) -> None:
-    if not linen.is_wrapped(model):
-        console.print("rounding: none (the model is not wrapped)")
-        return
-    batch = config.data.batch_size // config.train.microbatches
-    tokens = jax.ShapeDtypeStruct((batch, config.data.sequence_length), jnp.int32)
-    console.print(mixprec.explain(model, tokens))
+def _make_workdir(workdir: pathlib.Path) -> None:
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(
+            f"`workdir` must be a folder or a free name, got {str(workdir)!r}: "
+            f"{error.strerror}. Choose another --workdir."
+        ) from error
+
+
+def _check_finite(done: int, scalars: dict[str, float]) -> None:
+    if not metrics.is_finite(scalars):
+        raise FloatingPointError(
+            f"loss and gradient must be finite, got {scalars} at step {done}. "
+            "Lower config.optimizer.learning_rate, or look in the rounding table for a "
+            "tensor whose values overflow."
+        )
 
 
 def _resume(

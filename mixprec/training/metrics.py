@@ -47,7 +47,9 @@ class MetricsWriter:
     def __init__(self, workdir: pathlib.Path, *, resume_step: int):
         path = workdir / _FILE
         kept = _lines_until(path, resume_step) if path.exists() else []
-        path.write_text("".join(kept))
+        rewritten = path.with_suffix(".tmp")  # or a kill meanwhile would lose them all
+        rewritten.write_text("".join(kept))
+        rewritten.replace(path)
         self._file = path.open("a")
         self._tensorboard = tensorboardX.SummaryWriter(
             str(workdir), purge_step=resume_step + 1 if resume_step else None
@@ -69,13 +71,14 @@ class MetricsWriter:
 def _lines_until(path: pathlib.Path, last_step: int) -> list[str]:
     """Gives the complete lines of steps up to `last_step`."""
     kept = []
-    for line in path.read_text().splitlines(keepends=True):
+    # A crash may leave any bytes where the last write was cut off.
+    for line in path.read_text(errors="replace").split("\n"):
         try:
-            step = json.loads(line)["step"]
-        except (json.JSONDecodeError, KeyError):
-            break  # cut off in the middle of a write
+            step = int(json.loads(line)["step"])
+        except (ValueError, KeyError, TypeError):
+            break
         if step <= last_step:
-            kept.append(line if line.endswith("\n") else line + "\n")
+            kept.append(line + "\n")
     return kept
 
 
