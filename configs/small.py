@@ -1,4 +1,4 @@
-"""0.8 million parameters: about four minutes on two CPU cores.
+"""0.8 million parameters: two to four minutes on two CPU cores.
 
 The defaults, as they are.
 """

@@ -93,6 +93,13 @@ class Row:
         # What is not float32 is left alone, whatever the rule says.
         return self.rule.mode if self.rule and self.dtype == "float32" else None
 
+    @property
+    def action(self) -> str:
+        """The rounding mode, or why there is none, in words."""
+        if self.rule and self.rule.mode and self.dtype == "bfloat16":
+            return "bfloat16 already"
+        return self.mode or "left alone"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Explanation:
@@ -123,7 +130,7 @@ class Explanation:
             table.add_row(
                 row.path + ("" if row.kind == "parameter" else " (output)"),
                 "x".join(map(str, row.shape)) or "scalar",
-                "left alone" if row.mode is None else row.mode,
+                row.action,
                 "" if row.rule is None else row.rule.pattern,
                 f"{row.bytes_before:,}",
                 "" if kept else f"{row.bytes_after:,}",

@@ -285,6 +285,8 @@ def test_other_dtypes_and_boxes_are_told():
     }
     modes = {row.path: row.mode for row in explanation.rows}
     assert (modes["half"], modes["int"], modes["box"]) == (None, None, "toward_zero")
+    actions = {row.path: row.action for row in explanation.rows}
+    assert (actions["half"], actions["int"]) == ("bfloat16 already", "left alone")
     assert "3 of 5 parameters rounded" in str(explanation)
     assert "bytes bfloat16, float32, int8" in str(explanation)
 
