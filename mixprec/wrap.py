@@ -93,13 +93,6 @@ class Row:
         # What is not float32 is left alone, whatever the rule says.
         return self.rule.mode if self.rule and self.dtype == "float32" else None
 
-    @property
-    def action(self) -> str:
-        """The rounding mode, or why there is none, in words."""
-        if self.rule and self.rule.mode and self.dtype == "bfloat16":
-            return "bfloat16 already"
-        return self.mode or "left alone"
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Explanation:
@@ -121,16 +114,16 @@ class Explanation:
             caption=f"rounded to bfloat16, carried as {self.policy.out_dtype}; "
             f"backend {self.backend}",
         )
-        for name in ("tensor", "shape", "mode", "rule"):
+        for name in ("tensor", "type", "mode", "rule"):
             table.add_column(name, overflow="fold", no_wrap=name != "rule")
-        for name in (f"bytes {self._dtypes()}", "rounded"):
+        for name in ("bytes", "rounded"):
             table.add_column(name, justify="right")
         for row in self.rows:
             kept = row.mode is None
             table.add_row(
                 row.path + ("" if row.kind == "parameter" else " (output)"),
-                "x".join(map(str, row.shape)) or "scalar",
-                row.action,
+                f"{row.dtype}[{','.join(map(str, row.shape))}]",
+                row.mode or "left alone",
                 "" if row.rule is None else row.rule.pattern,
                 f"{row.bytes_before:,}",
                 "" if kept else f"{row.bytes_after:,}",
@@ -141,9 +134,7 @@ class Explanation:
         rounded = [row for row in parameters if row.mode is not None]
         table.add_row(
             f"{len(rounded)} of {len(parameters)} parameters rounded",
-            "",
-            "",
-            "",
+            *[""] * 3,
             f"{sum(row.bytes_before for row in parameters):,}",
             f"{sum(row.bytes_after for row in parameters):,}",
         )
@@ -153,9 +144,6 @@ class Explanation:
         buffer = io.StringIO()
         rich.console.Console(file=buffer, width=100).print(self)
         return buffer.getvalue()
-
-    def _dtypes(self) -> str:
-        return ", ".join(sorted({row.dtype for row in self.rows}))
 
 
 def explain(
