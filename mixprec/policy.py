@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from mixprec.rounding import modes
 
 OUT_DTYPES = ("float32", "bfloat16")
-# Also the names that `mixprec.round_to` takes.
+# As `mixprec.round_to` takes them; written again so that a policy needs no JAX.
 BACKENDS = ("auto", "pallas", "xla")
 
 

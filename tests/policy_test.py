@@ -7,6 +7,7 @@ import pytest
 
 from mixprec import policy as policy_lib
 from mixprec.policy import Policy, Rule
+from mixprec.rounding import api
 
 PATHS = (
     "embed/embedding",
@@ -240,3 +241,7 @@ def test_rules_known_to_decide_elsewhere_are_not_asked_for():
     policy_lib.check_all_in_use(rules, set(rules), ("c",), "module")
     with pytest.raises(ValueError, match="got 'b'"):
         policy_lib.check_all_in_use(rules, {rules[0]}, ("c",), "module")
+
+
+def test_backends_are_those_of_the_operation():
+    assert policy_lib.BACKENDS == api.BACKENDS
