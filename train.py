@@ -8,6 +8,7 @@ The config file becomes typed values here, and is unknown further down:
 import json
 import pathlib
 import sys
+import traceback
 
 import flax.linen as nn
 import jax
@@ -121,7 +122,8 @@ def main(argv: list[str]) -> None:
     """Trains as the flags say."""
     if len(argv) > 1:
         sys.exit(f"train.py: unexpected {' '.join(argv[1:])}. Write --config FILE.")
-    if not flags.FLAGS["verbosity"].present:
+    is_verbose = flags.FLAGS["verbosity"].present
+    if not is_verbose:
         logging.set_verbosity(logging.WARNING)  # the libraries tell of every file
     name = pathlib.Path(config_flags.get_config_filename(flags.FLAGS["config"])).stem
     workdir = pathlib.Path(_WORKDIR.value or HERE / "runs" / name)
@@ -129,16 +131,26 @@ def main(argv: list[str]) -> None:
     try:
         model, run = build_model(_CONFIG.value), build_run(_CONFIG.value)
         table = explain(model, run)
-    except (AttributeError, TypeError, ValueError, OSError) as error:
-        if flags.FLAGS["verbosity"].present:
-            raise
-        sys.exit(f"train.py: {error}\n(--verbosity=0 shows where this was found.)")
-    console.print(run.dataset.description)
-    console.print(table)
-    try:
+        console.print(run.dataset.description)
+        console.print(table)
         loop.train(model, run, workdir, console)
     except KeyboardInterrupt:
         sys.exit("train.py: interrupted. The same command goes on from the checkpoint.")
+    except (TypeError, ValueError, OSError, FloatingPointError) as error:
+        if is_verbose or not _is_raised_here(error):
+            raise
+        sys.exit(f"train.py: {error}\n(--verbosity=0 shows where this was found.)")
+
+
+def _is_raised_here(error: BaseException) -> bool:
+    """Tells whether this project's own code found fault, and so says what to do."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    place = pathlib.Path(frame.f_code.co_filename).resolve()
+    return (
+        place == HERE / "train.py"
+        or place.is_relative_to(pathlib.Path(mixprec.__file__).parent)
+        or place.is_relative_to(HERE / "models")
+    )
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from mixprec.linen import wrap_class
 from mixprec.policy import Policy, Rule
-from mixprec.rounding.api import round_bracket, round_to
+from mixprec.rounding.api import round_bracket, round_down_and_up, round_to
 from mixprec.wrap import Explanation, explain, unwrap, wrap
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "Rule",
     "explain",
     "round_bracket",
+    "round_down_and_up",
     "round_to",
     "unwrap",
     "wrap",

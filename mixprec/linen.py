@@ -183,9 +183,15 @@ def _rounding_apply(cls: type[nn.Module], policy: Policy) -> Callable[..., Any]:
 
         def in_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             with _call(module, policy):
-                if isinstance(function, str):
-                    return getattr(module, function)(*args, **kwargs)
-                return function(module, *args, **kwargs)
+                if not isinstance(function, str):
+                    return function(module, *args, **kwargs)
+                bound = getattr(module, function)
+                if not callable(bound):
+                    raise TypeError(
+                        f"`method` must name what can be called, got {function!r}, "
+                        f"which is {bound!r}. Name a method of {cls.__name__}."
+                    )
+                return bound(*args, **kwargs)
 
         if isinstance(function, str) or callable(function):
             method = in_call
@@ -262,6 +268,7 @@ def _call(module: nn.Module, policy: Policy) -> Iterator[None]:
     else:
         call = dataclasses.replace(outer, policy=policy, root=root)
     called = call.record.setdefault((policy, root), {})
+    kind = _kind(module) if policy.activations else ()
     _mark_tree(module, policy, root, call.token)
     scopes.calls.open.append(call)
     try:
@@ -272,7 +279,10 @@ def _call(module: nn.Module, policy: Policy) -> Iterator[None]:
     finally:
         scopes.calls.open.pop()
     if "" in called:  # `__call__` has run, so that all there is has been seen
-        _check_activations(type(module), policy, tuple(called))
+        # Which modules are called may depend on flags such as `train`: one that has
+        # parameters exists, called or not.
+        existing = [] if initializing else _module_paths(module)
+        _check_activations(kind, policy, (*called, *existing))
         if initializing:
             _check_params(module, policy)
     if scopes.calls.record is not None:
@@ -328,19 +338,35 @@ def _interceptor(
 
 def _check_params(module: nn.Module, policy: Policy) -> None:
     """Raises ValueError if a rule over parameters decides for none of the module's."""
-    scope = _scope(module)
-    # Not `scope.variables()`, which would round them.
-    params = flax.core.Scope.variables(scope).get("params")
-    if params is not None or scopes.is_initializing(scope):
+    params = _params(module)
+    if params is not None or scopes.is_initializing(_scope(module)):
         policy_lib.check_params(policy, tuple(scopes.param_paths(params or {})))
 
 
-# Wrapped class -> rules over activations that have decided for a module. What Flax has
-# cached is not called again, so one call need not see all modules.
-_activation_rules_seen: dict[type, set[policy_lib.Rule]] = {}
+def _params(module: nn.Module) -> Any:
+    # Not `scope.variables()`, which would round them.
+    return flax.core.Scope.variables(_scope(module)).get("params")
 
 
-def _check_activations(cls: type, policy: Policy, paths: tuple[str, ...]) -> None:
-    seen = _activation_rules_seen.setdefault(cls, set())
+def _module_paths(module: nn.Module) -> list[str]:
+    """Gives the paths of modules that have parameters."""
+    names = [path.split("/") for path in scopes.param_paths(_params(module) or {})]
+    return list({"/".join(n[:d]): None for n in names for d in range(1, len(n))})
+
+
+# Kind of module -> rules over activations that have decided for one of its parts. What
+# Flax has cached is not called again, so one call need not see all parts.
+_activation_rules_seen: dict[Hashable, set[policy_lib.Rule]] = {}
+
+
+def _check_activations(kind: Hashable, policy: Policy, paths: tuple[str, ...]) -> None:
+    seen = _activation_rules_seen.setdefault(kind, set())
     seen |= policy_lib.rules_in_use(policy.activations, paths)
     policy_lib.check_all_in_use(policy.activations, seen, paths, "module")
+
+
+def _kind(module: nn.Module) -> Hashable:
+    """Gives what equal modules have in common before they are called."""
+    fields = (field.name for field in dataclasses.fields(module))
+    values = [repr(getattr(module, f)) for f in fields if f not in ("parent", "name")]
+    return (type(module), *values)

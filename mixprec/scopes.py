@@ -23,7 +23,7 @@ import numpy as np
 from flax.core import meta
 
 from mixprec.policy import Policy
-from mixprec.rounding import api, random
+from mixprec.rounding import api, dispatch, random
 
 Path = tuple[str, ...]
 # Policy and path of a wrapped module -> path below it of a module that was called ->
@@ -232,14 +232,16 @@ def _round(
     policy: Policy, seed: Any, place: str, mode: str, x: jax.Array, *, hash_values: bool
 ) -> jax.Array:
     stochastic = mode == "stochastic"
-    (rounded,) = api.round_seeded(
+    (rounded,) = dispatch.round_seeded(
         x,
-        jnp.bfloat16,
-        (mode,),
+        api.make_rounding(
+            jnp.bfloat16,
+            (mode,),
+            out_dtype=policy.out_dtype,
+            hash_values=hash_values and stochastic,
+        ),
         seed=random.fold_in_path(seed, place) if stochastic else None,
-        out_dtype=policy.out_dtype,
         backend=policy.backend,
-        hash_values=hash_values and stochastic,
     )
     return rounded
 

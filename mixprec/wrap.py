@@ -14,7 +14,7 @@ import rich.table
 
 from mixprec import linen, scopes
 from mixprec.policy import Policy, Rule
-from mixprec.rounding import api
+from mixprec.rounding import dispatch
 
 # A rounded value needs this much memory, in whatever dtype it is carried.
 _ROUNDED_BYTES = 2
@@ -201,7 +201,7 @@ def explain(
                 ]
     policy = linen.policy_of(wrapped)
     return Explanation(
-        rows=tuple(rows), policy=policy, backend=api.choose_backend(policy.backend)
+        rows=tuple(rows), policy=policy, backend=dispatch.choose_backend(policy.backend)
     )
 
 

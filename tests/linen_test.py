@@ -636,3 +636,33 @@ def test_an_exception_in_the_module_leaves_nothing_behind():
     ):
         module.apply(variables, X, fail=False)
     assert len(seen) == 2
+
+
+def test_a_rule_over_activations_must_match_in_each_module_though_classes_are_equal():
+    policy = Policy(activations=(Rule("layers_1", "nearest_even"),))
+    two = nn.Sequential([nn.Dense(3), nn.Dense(3)])
+    linen.wrap(two, policy).init(KEYS[0], X)
+    with pytest.raises(ValueError, match="'layers_1', which matches none"):
+        linen.wrap(nn.Sequential([nn.Dense(3)]), policy).init(KEYS[0], X)
+
+
+def test_a_rule_over_a_module_that_only_training_calls_holds_in_evaluation():
+    class Auxiliary(nn.Module):
+        @nn.compact
+        def __call__(self, x, train):
+            y = nn.Dense(3, name="main")(x)
+            if train or self.is_initializing():
+                nn.Dense(3, name="auxiliary")(y)
+            return y
+
+    variables = Auxiliary().init(KEYS[0], X, train=True)
+    policy = Policy(activations=(Rule("auxiliary", "nearest_even"),))
+    found = linen.wrap(Auxiliary(), policy).apply(variables, X, train=False)
+    assert same_bits(found, Auxiliary().apply(variables, X, train=False))
+
+
+def test_a_method_that_is_none_is_named():
+    wrapped = linen.wrap(nn.Dense(3), rounding(".*"))
+    variables = wrapped.init(KEYS[0], X)
+    with pytest.raises(TypeError, match="`method` must name .* got 'features', .* 3"):
+        wrapped.apply(variables, X, method="features")

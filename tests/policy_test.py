@@ -7,7 +7,7 @@ import pytest
 
 from mixprec import policy as policy_lib
 from mixprec.policy import Policy, Rule
-from mixprec.rounding import api
+from mixprec.rounding import dispatch
 
 PATHS = (
     "embed/embedding",
@@ -244,4 +244,4 @@ def test_rules_known_to_decide_elsewhere_are_not_asked_for():
 
 
 def test_backends_are_those_of_the_operation():
-    assert policy_lib.BACKENDS == api.BACKENDS
+    assert policy_lib.BACKENDS == dispatch.BACKENDS

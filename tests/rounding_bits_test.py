@@ -1,44 +1,65 @@
+import fractions
+
+import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 import rounding_oracle as oracle
 
-from mixprec.rounding import bits
+from mixprec.rounding import bits, formats, modes
 
 INPUTS = oracle.telling_inputs()
+NAN = (INPUTS & 0x7FFFFFFF) > 0x7F800000
+BFLOAT16 = formats.find_format("bfloat16")
 
 
-def round_to_halves(inputs, mode, random_bits=None):
-    """Gives bfloat16 patterns; checks on the way that the lower half is 0."""
-    words = np.array(bits.round_bits(jnp.asarray(inputs), mode, random_bits))
-    assert not (words & 0xFFFF).any()
-    return (words >> 16).astype(np.uint16)
-
-
-def is_nan(halves):
-    return (halves & 0x7FFF) > 0x7F80
-
-
-@pytest.mark.parametrize("mode", oracle.DETERMINISTIC)
-def test_every_upper_half_with_the_telling_lower_halves(mode):
-    found, expected = (
-        round_to_halves(INPUTS, mode),
-        oracle.round_bfloat16(INPUTS, mode),
+def round_patterns(inputs, name, mode, **options):
+    """Gives patterns of a format; checks on the way that nothing stands above them."""
+    to = formats.find_format(name)
+    patterns = np.array(
+        jax.jit(lambda x: bits.round_bits(x, to, mode, **options))(jnp.asarray(inputs))
     )
-    nan = (INPUTS & 0x7FFFFFFF) > 0x7F800000
-    np.testing.assert_array_equal(found[~nan], expected[~nan])
-    assert is_nan(found[nan]).all()
-    np.testing.assert_array_equal(found[nan] >> 15, INPUTS[nan] >> 31)
-    assert (found[nan] & 0x40).all()  # quiet
+    assert not (patterns >> to.bits).any()
+    return patterns.astype(np.int64)
 
 
-def test_nearest_even_agrees_with_ml_dtypes():
+@pytest.mark.parametrize("saturate", [False, True])
+@pytest.mark.parametrize("mode", oracle.DETERMINISTIC)
+@pytest.mark.parametrize("name", oracle.FORMATS)
+def test_every_upper_half_with_the_telling_lower_halves(name, mode, saturate):
+    found = round_patterns(INPUTS, name, mode, saturate=saturate)
+    expected = oracle.round_patterns(INPUTS, name, mode, saturate=saturate)
+    np.testing.assert_array_equal(found[~NAN], expected[~NAN])
+    assert oracle.is_nan(found[NAN], name).all()
+    sign = oracle.table(name).bits - 1
+    np.testing.assert_array_equal(found[NAN] >> sign, INPUTS[NAN] >> 31)
+    quiet = 1 << (oracle.table(name).mantissa_bits - 1)
+    assert (found[NAN] & quiet).all()
+
+
+@pytest.mark.parametrize("name", oracle.FORMATS)
+def test_next_is_the_number_after_the_lower_neighbour(name):
+    largest = oracle.table(name).largest
+    down, _ = oracle.neighbours(np.minimum(INPUTS & 0x7FFFFFFF, 0x7F7FFFFF), name)
+    finite = (INPUTS & 0x7FFFFFFF) < 0x7F800000
+    magnitude = (1 << (oracle.table(name).bits - 1)) - 1
+    for saturate in (False, True):
+        expected = np.minimum(down + 1, largest) if saturate else down + 1
+        found = round_patterns(INPUTS, name, modes.NEXT, saturate=saturate)
+        np.testing.assert_array_equal(found[finite] & magnitude, expected[finite])
+        infinite = (INPUTS & 0x7FFFFFFF) == 0x7F800000
+        assert (found[infinite] & magnitude == largest + 1).all()
+        assert oracle.is_nan(found[NAN], name).all()
+
+
+@pytest.mark.parametrize("name", oracle.FORMATS)
+def test_nearest_even_agrees_with_ml_dtypes(name):
+    dtype = np.dtype(name)
     with np.errstate(all="ignore"):
-        expected = INPUTS.view(np.float32).astype(ml_dtypes.bfloat16).view(np.uint16)
-    found = round_to_halves(INPUTS, "nearest_even")
-    nan = is_nan(expected)
-    np.testing.assert_array_equal(is_nan(found), nan)
+        expected = INPUTS.view(np.float32).astype(dtype).view(f"u{dtype.itemsize}")
+    found = round_patterns(INPUTS, name, "nearest_even")
+    nan = oracle.is_nan(expected, name)
+    np.testing.assert_array_equal(oracle.is_nan(found, name), nan)
     np.testing.assert_array_equal(found[~nan], expected[~nan])
 
 
@@ -75,47 +96,190 @@ def test_nearest_even_agrees_with_ml_dtypes():
     ],
 )
 def test_where_others_go_wrong(pattern, mode, expected):
-    found = round_to_halves(np.array([pattern], np.uint32), mode)[0]
+    found = round_patterns(np.array([pattern], np.uint32), "bfloat16", mode)[0]
     assert f"{found:04x}" == f"{expected:04x}"
 
 
-@pytest.mark.parametrize("lower", [0, 1, 0x1234, 0x8000, 0xFFFF])
-@pytest.mark.parametrize("upper", [0x0000, 0x3F80, 0xBFFF, 0x7F7F, 0x807F])
-def test_stochastic_goes_up_for_exactly_its_share_of_all_random_bits(upper, lower):
-    word = np.uint32((upper << 16) | lower)
-    draws = (np.arange(1 << 16, dtype=np.uint32) << 16) | 0xABCD  # the rest is unused
-    inputs = np.full(draws.shape, word)
-    found = round_to_halves(inputs, "stochastic", jnp.asarray(draws))
-    down, up = oracle.neighbours(np.array([word & 0x7FFFFFFF], np.int64))
-    went_up = (found & 0x7FFF) == up[0]
-    assert (went_up | ((found & 0x7FFF) == down[0])).all()
-    np.testing.assert_array_equal(found >> 15, word >> 31)
-    assert (found != upper).sum() == lower
+# Stochastic
 
 
-def test_stochastic_keeps_nan_and_infinity_for_every_draw():
-    special = np.array(
-        [0x7F800000, 0xFF800000, 0x7F800001, 0xFFFFFFFF, 0x7F80FFFF], np.uint32
+def fraction(word, name):
+    """Gives the patterns around a positive float32 and the exact share of the way."""
+    down, up = (int(n[0]) for n in oracle.neighbours(np.array([word], np.int64), name))
+    value, low, high = (
+        fractions.Fraction(float(np.uint32(pattern).view(np.float32)))
+        for pattern in (word, *oracle.table(name).numbers[[down, up]])
     )
-    for draw in (0, 0x7FFFFFFF, 0xFFFFFFFF):
-        draws = jnp.full(special.shape, draw, jnp.uint32)
-        found = round_to_halves(special, "stochastic", draws)
-        assert [f"{half:04x}" for half in found] == [
-            "7f80", "ff80", "7fc0", "ffff", "7fc0",
-        ]  # fmt: skip
+    return (
+        down,
+        up,
+        fractions.Fraction(0) if down == up else (value - low) / (high - low),
+    )
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_to_float_keeps_every_pattern(dtype):
-    words = np.arange(1 << 16, dtype=np.uint32) << 16
-    found = np.asarray(bits.to_float(jnp.asarray(words), dtype))
-    assert found.dtype == dtype
-    if dtype == jnp.float32:
-        np.testing.assert_array_equal(found.view(np.uint32), words)
-    else:
-        np.testing.assert_array_equal(found.view(np.uint16), words >> 16)
+@pytest.mark.parametrize("lower", [0, 1, 0x1234, 0x8000, 0xFFFF])
+@pytest.mark.parametrize("upper", [0x0000, 0x3F80, 0x3FFF, 0x7F7E, 0x007F])
+def test_bfloat16_goes_up_for_exactly_its_share_of_all_random_bits(upper, lower):
+    word = upper << 16 | lower
+    draws = (np.arange(1 << 16, dtype=np.uint32) << 16) | 0xABCD  # the rest is unused
+    inputs = np.full(draws.shape, word, np.uint32)
+    found = round_patterns(inputs, "bfloat16", "stochastic", random_bits=draws)
+    down, up, share = fraction(word, "bfloat16")
+    assert set(found) <= {down, up}
+    assert fractions.Fraction(int((found == up).sum()), 1 << 16) == (
+        share or down == up
+    )
+
+
+def smallest_draw_that_goes_up(word, name, **options):
+    """Searches the 2^32 draws: those from some number on go up."""
+    down, _, _ = fraction(word, name)
+
+    def goes_up(draw):
+        draws, inputs = np.array([draw], np.uint32), np.array([word], np.uint32)
+        return (
+            round_patterns(inputs, name, "stochastic", random_bits=draws, **options)[0]
+            > down
+        )
+
+    low, high = 0, 2**32
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if goes_up(middle) else (middle + 1, high)
+    return low
+
+
+# Normal numbers, subnormals that lose bits below the fraction, and almost 0.
+CASES = [
+    ("float16", 0x3F801234), ("float16", 0x477FDFFF), ("float16", 0x33C00001),
+    ("float16", 0x33000123), ("float16", 0x2F123456), ("float16", 0x26000000),
+    ("float8_e4m3fn", 0x3F812345), ("float8_e4m3fn", 0x3B123456),
+    ("float8_e4m3fn", 0x36ABCDEF), ("float8_e4m3fn", 0x43DFFFFF),
+    ("float8_e5m2", 0x40ABCDEF), ("float8_e5m2", 0x37123456),
+    ("float8_e5m2", 0x32000001), ("bfloat16", 0x00012345),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "word"), CASES)
+def test_every_format_goes_up_for_its_share_of_all_random_bits(name, word):
+    _, _, share = fraction(word, name)
+    up = 2**32 - smallest_draw_that_goes_up(word, name)
+    # The draws are as fine as 2^-32.
+    assert up == int(share * 2**32)
+
+
+@pytest.mark.parametrize("width", [1, 4, 8])
+@pytest.mark.parametrize(("name", "word"), CASES)
+def test_few_random_bits_round_the_share_to_so_many(name, word, width):
+    _, _, share = fraction(word, name)
+    up = 2**32 - smallest_draw_that_goes_up(word, name, random_width=width)
+    # Of the fraction, only what lies within 23 bits of the implied one counts.
+    lost = fractions.Fraction(1, 2 ** (23 - oracle.table(name).mantissa_bits))
+    exact, known = share * 2**width, fractions.Fraction(up, 2**32) * 2**width
+    assert known.denominator == 1
+    assert abs(known - exact) <= fractions.Fraction(1, 2) + lost * 2**width
+
+
+@pytest.mark.parametrize("width", [None, 1, 8, 16, 20])
+@pytest.mark.parametrize("name", oracle.FORMATS)
+def test_no_draw_moves_what_is_exact_or_special(name, width):
+    numbers = oracle.table(name).numbers[:-1].astype(np.uint32)
+    numbers = np.concatenate([numbers, numbers | np.uint32(1 << 31)])
+    special = np.array([0x7F800000, 0xFF800000], np.uint32)
+    inputs = np.concatenate([numbers, special])
+    expected = oracle.round_patterns(inputs, name, "toward_zero")
+    for draw in (0, 1, 0x7FFFFFFF, 0xFFFFFFFF):
+        draws = np.full(inputs.shape, draw, np.uint32)
+        options = dict(random_bits=draws, random_width=width)
+        found = round_patterns(inputs, name, "stochastic", **options)
+        np.testing.assert_array_equal(found, expected)
+        nan = np.array([0x7F800001, 0xFFFFFFFF, 0x7F80FFFF], np.uint32)
+        options["random_bits"] = draws[:3]
+        found = round_patterns(nan, name, "stochastic", **options)
+        assert oracle.is_nan(found, name).all()
+
+
+@pytest.mark.parametrize("draw", [0, 1, 0xFFFFFFFF])
+@pytest.mark.parametrize("name", ["float16", "float8_e4m3fn", "float8_e5m2"])
+def test_a_whole_step_beyond_the_largest_overflows_for_every_draw(name, draw):
+    numbers = oracle.table(name).numbers
+    inputs = np.array([numbers[-1], numbers[-1] + 1, 0x7F7FFFFF], np.uint32)
+    draws = np.full(3, draw, np.uint32)
+    found = round_patterns(inputs, name, "stochastic", random_bits=draws)
+    assert (found == oracle.table(name).largest + 1).all()
+    found = round_patterns(inputs, name, "stochastic", random_bits=draws, saturate=True)
+    assert (found == oracle.table(name).largest).all()
+
+
+# Reading and writing
+
+
+@pytest.mark.parametrize("name", oracle.FORMATS)
+def test_widening_keeps_every_number(name):
+    to = formats.find_format(name)
+    patterns = np.arange(1 << to.bits, dtype=np.uint32)
+    found = np.asarray(bits.widen(jnp.asarray(patterns), to))
+    numbers = oracle.table(name).numbers
+    magnitudes = patterns & ((1 << (to.bits - 1)) - 1)
+    finite = magnitudes <= to.largest
+    expected = numbers[magnitudes[finite]] | (
+        patterns[finite].astype(np.int64) >> (to.bits - 1) << 31
+    )
+    np.testing.assert_array_equal(found[finite], expected)
+    nan = oracle.is_nan(patterns, name)
+    np.testing.assert_array_equal((found & 0x7FFFFFFF) > 0x7F800000, nan)
+    np.testing.assert_array_equal(found[nan] >> 31, patterns[nan] >> (to.bits - 1))
+    infinite = ~finite & ~nan
+    assert ((found[infinite] & 0x7FFFFFFF) == 0x7F800000).all()
+
+
+@pytest.mark.parametrize("name", oracle.FORMATS)
+def test_to_float_keeps_every_pattern(name):
+    to = formats.find_format(name)
+    patterns = np.arange(1 << to.bits, dtype=np.uint32)
+    found = np.asarray(bits.to_float(jnp.asarray(patterns), to, np.dtype(name)))
+    assert found.dtype == np.dtype(name)
+    np.testing.assert_array_equal(found.view(to.pattern_dtype), patterns)
+    found = np.asarray(bits.to_float(jnp.asarray(patterns), to, np.dtype("float32")))
+    assert found.dtype == np.float32
+    widened = np.asarray(bits.widen(jnp.asarray(patterns), to))
+    np.testing.assert_array_equal(found.view(np.uint32), widened)
 
 
 def test_from_float32_keeps_every_pattern():
     floats = jnp.asarray(INPUTS.view(np.float32))
     np.testing.assert_array_equal(np.asarray(bits.from_float32(floats)), INPUTS)
+
+
+def float64_inputs():
+    """Float32 numbers, their middles, both with the least added; and far outside."""
+    generator = np.random.default_rng(0)
+    words = generator.integers(0, 2**32, 20_000, np.uint32)
+    words = np.concatenate([words, np.arange(100, dtype=np.uint32), INPUTS[::50]])
+    with np.errstate(all="ignore"):
+        floats = words.view(np.float32).astype(np.float64)
+        after = np.nextafter(words.view(np.float32), np.float32(np.inf))
+        middles = (floats + after.astype(np.float64)) / 2
+        base = np.concatenate([floats, middles])
+        near = [base, np.nextafter(base, np.inf), np.nextafter(base, -np.inf)]
+    far = [1e300, -1e300, 1e-300, -1e-300, 5e-324, 0.0, -0.0, np.inf, -np.inf, np.nan]
+    return np.concatenate(
+        [*near, far, generator.integers(0, 2**64, 20_000, np.uint64).view(np.float64)]
+    )
+
+
+def test_from_float64_rounds_to_odd():
+    x = float64_inputs()
+    with jax.enable_x64(True):
+        found = np.asarray(jax.jit(bits.from_float64)(jnp.asarray(x)))
+    nan = np.isnan(x)
+    assert np.isnan(found[nan].view(np.float32)).all()
+    np.testing.assert_array_equal(found >> 31, np.signbit(x))
+    x, found = abs(x[~nan]), found[~nan] & 0x7FFFFFFF
+    with np.errstate(all="ignore"):
+        nearest = x.astype(np.float32)
+    # Toward zero: one step back where rounding to nearest went up.
+    exact = nearest.astype(np.float64) == x
+    down = nearest.view(np.uint32) - (nearest.astype(np.float64) > x)
+    expected = np.where(exact, down, down | 1)
+    np.testing.assert_array_equal(found, expected)

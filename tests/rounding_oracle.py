@@ -1,82 +1,148 @@
-"""What rounding to bfloat16 is, told by exact arithmetic on whole numbers.
+"""What rounding to a narrower format is, told by tables of exact whole numbers.
 
-A finite float32 is a whole multiple of 2^-149, and so is a bfloat16. The neighbours of
-a value are found by searching the sorted list of all bfloat16 magnitudes, and the mode
-picks one by comparing distances as whole numbers. Nothing here shares a formula with
-the code under test.
+Every number of a format, and the middle between any two, is a whole multiple of 2^-150.
+From these whole numbers come the float32 patterns of both, and since patterns of
+positive floats are ordered as their values are, finding the neighbours of a float32 is
+a search in a sorted table, and choosing between them a comparison of integers. Nothing
+here shares a formula with the code under test.
 """
+
+import dataclasses
+import functools
+import itertools
 
 import numpy as np
 
 DETERMINISTIC = (
     "nearest_even",
+    "nearest_away",
     "toward_zero",
     "away_from_zero",
     "toward_positive",
     "toward_negative",
+    "to_odd",
 )
+# Exponent bits, mantissa bits, largest finite pattern, as published (see
+# mixprec/rounding/formats.py for the sources).
+FORMATS = {
+    "bfloat16": (8, 7, 0x7F7F),
+    "float16": (5, 10, 0x7BFF),
+    "float8_e4m3fn": (4, 3, 0x7E),
+    "float8_e5m2": (5, 2, 0x7B),
+}
+_INFINITY = 0x7F800000
 
 
-def _scaled(bits):
-    """Gives |value| * 2^149 of finite float32 patterns, as Python integers."""
-    bits = bits.astype(object) & 0x7FFFFFFF
-    exponent, mantissa = bits >> 23, bits & 0x7FFFFF
-    normal = exponent > 0
-    return np.where(
-        normal, (mantissa + 0x800000) << np.maximum(exponent - 1, 0), mantissa
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Of one format.
+
+    Attributes:
+      numbers: [largest + 2] int64, float32 patterns of the format's magnitudes in
+        order, and of the one that would follow the largest if there were one.
+      middles: [largest + 1] int64, of the middles between neighbours.
+      bits: width of the format.
+      mantissa_bits: of the format.
+    """
+
+    numbers: np.ndarray
+    middles: np.ndarray
+    bits: int
+    mantissa_bits: int
+
+    @property
+    def largest(self):
+        return len(self.numbers) - 2
+
+
+@functools.cache
+def table(name):
+    exponent_bits, mantissa_bits, largest = FORMATS[name]
+    bias = 2 ** (exponent_bits - 1) - 1
+
+    def times_2_to_150(pattern):
+        exponent, mantissa = pattern >> mantissa_bits, pattern % 2**mantissa_bits
+        if exponent > 0:
+            mantissa += 2**mantissa_bits
+        return mantissa << (max(exponent, 1) - bias - mantissa_bits + 150)
+
+    values = [times_2_to_150(pattern) for pattern in range(largest + 2)]
+    middles = [(a + b) // 2 for a, b in itertools.pairwise(values)]
+    return Table(
+        numbers=np.array([_float32_pattern(v) for v in values], np.int64),
+        middles=np.array([_float32_pattern(v) for v in middles], np.int64),
+        bits=1 + exponent_bits + mantissa_bits,
+        mantissa_bits=mantissa_bits,
     )
 
 
-# All bfloat16 magnitudes up to infinity, which stands where the next value would be.
-_GRID = _scaled(np.arange(0x7F81, dtype=np.int64) << 16)
+def _float32_pattern(times_2_to_150):
+    """Gives the float32 pattern of a whole number of 2^-150 that float32 holds."""
+    assert times_2_to_150 % 2 == 0
+    value = times_2_to_150 // 2  # in units of float32's subnormals
+    exponent = max(value.bit_length() - 24, 0)
+    assert value % 2**exponent == 0
+    # The implied bit of a normal number adds 1 to its exponent.
+    return (exponent << 23) + (value >> exponent)
 
 
-def neighbours(bits):
-    """Gives the bfloat16 patterns (16 bits, without sign) around finite magnitudes."""
-    values = _scaled(bits)
-    down = np.searchsorted(_GRID, values, side="right") - 1
-    up = np.where(_GRID[down] == values, down, down + 1)
-    return down, up
+def neighbours(magnitudes, name):
+    """Gives the patterns (without sign) around finite float32 magnitudes, [n] int64."""
+    numbers = table(name).numbers
+    down = np.searchsorted(numbers[:-1], magnitudes, side="right") - 1
+    return down, np.where(numbers[down] == magnitudes, down, down + 1)
 
 
-def round_bfloat16(bits, mode):
+def round_patterns(bits, name, mode, *, saturate=False, down=None):
     """Rounds float32 patterns.
 
     Args:
       bits: [n] uint32.
+      name: of the format.
       mode: one of `DETERMINISTIC`.
+      saturate: whether finite numbers beyond the largest become that one.
+      down: [n] int64, the lower neighbours, if they are known already.
 
     Returns:
-      [n] uint16 bfloat16 patterns; 0x7FC0 with the sign for NaN.
+      [n] int64, patterns; for NaN the quiet one of the same sign without payload.
     """
+    numbers, middles = table(name).numbers, table(name).middles
     bits = np.asarray(bits, np.uint32).astype(np.int64)
-    sign, magnitude = bits >> 31, bits & 0x7FFFFFFF
-    finite = magnitude < 0x7F800000
-    safe = np.where(finite, magnitude, 0)
-    down, up = neighbours(safe)
-    values = _scaled(safe)
-    if mode == "nearest_even":
-        below, above = values - _GRID[down], _GRID[up] - values
-        odd = (down & 1) == 1
-        take_up = (above < below) | ((above == below) & odd)
-    else:
-        take_up = {
-            "toward_zero": np.zeros_like(sign, bool),
-            "away_from_zero": np.ones_like(sign, bool),
-            "toward_positive": sign == 0,
-            "toward_negative": sign == 1,
-        }[mode]
-    result = np.where(take_up.astype(bool), up, down)
-    result = np.where(magnitude == 0x7F800000, 0x7F80, result)
-    result = np.where(magnitude > 0x7F800000, 0x7FC0, result)
-    return (result | (sign << 15)).astype(np.uint16)
+    negative, magnitudes = bits >> 31 == 1, bits & 0x7FFFFFFF
+    if down is None:
+        down, _ = neighbours(np.minimum(magnitudes, _INFINITY - 1), name)
+    odd = down % 2 == 1
+    middle = middles[down]
+    take_up = {
+        "nearest_even": lambda: (magnitudes > middle) | ((magnitudes == middle) & odd),
+        "nearest_away": lambda: magnitudes >= middle,
+        "toward_zero": lambda: np.zeros_like(odd),
+        "away_from_zero": lambda: np.ones_like(odd),
+        "toward_positive": lambda: ~negative,
+        "toward_negative": lambda: negative,
+        "to_odd": lambda: ~odd,
+    }[mode]()
+    result = down + (take_up & (magnitudes != numbers[down]))
+    if saturate or mode == "to_odd":
+        result = np.minimum(result, table(name).largest)
+    result = np.where(magnitudes == _INFINITY, table(name).largest + 1, result)
+    quiet = (table(name).largest + 1) | (1 << (table(name).mantissa_bits - 1))
+    result = np.where(magnitudes > _INFINITY, quiet, result)
+    return result | (negative.astype(np.int64) << (table(name).bits - 1))
+
+
+def is_nan(patterns, name):
+    """Tells which patterns are NaN."""
+    magnitudes = np.asarray(patterns, np.int64) & ((1 << (table(name).bits - 1)) - 1)
+    first = table(name).largest + 1
+    return magnitudes > first if name != "float8_e4m3fn" else magnitudes == first
 
 
 def telling_inputs():
-    """Gives float32 patterns: the lower halves that matter, over many upper halves.
+    """Gives float32 patterns: the lower halves that matter, over all upper halves.
 
-    All 2^16 upper halves with the two halves at a tie, and every 37th of them, with the
-    borders of exponents, with the others.
+    All 2^16 upper halves with the halves around a tie and around an exact value, and
+    every 37th of them, with the borders of exponents, with others.
     """
     every = np.arange(1 << 16, dtype=np.uint32)
     some = np.unique(
@@ -84,6 +150,6 @@ def telling_inputs():
             [every[::37], every[(every & 0x7F) == 0], every[(every & 0x7F) == 0x7F]]
         )
     )
-    parts = [(every << 16) | lower for lower in (0x0000, 0x8000)]
-    parts += [(some << 16) | lower for lower in (1, 0x1234, 0x7FFF, 0x8001, 0xFFFF)]
+    parts = [(every << 16) | lower for lower in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)]
+    parts += [(some << 16) | lower for lower in (0x1234, 0x1000, 0x2000, 0xEFFF)]
     return np.concatenate(parts).astype(np.uint32)

@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 import tpu
 
-from mixprec.rounding import api, bits, modes, pallas, random, tiling
+from mixprec.rounding import (
+    api,
+    bits,
+    dispatch,
+    formats,
+    modes,
+    pallas,
+    random,
+    tiling,
+)
 
 SHAPES = [
     (), (1,), (7,), (5000,), (300_000,), (1, 1), (8, 128), (37, 300), (600, 700),
@@ -24,66 +33,67 @@ def inputs(shape):
 
 def words(x):
     x = np.asarray(x)
-    return x.view({2: np.uint16, 4: np.uint32}[x.dtype.itemsize])
+    return x.view(f"u{x.dtype.itemsize}")
 
 
-def in_kernel(x, mode_names, out_dtype=jnp.bfloat16, **options):
-    stochastic = "stochastic" in mode_names
+def make_rounding(mode_names, dtype="bfloat16", **options):
+    return api.make_rounding(dtype, mode_names, **options)
+
+
+def in_kernel(x, rounding, strides=None, interpret=True):
+    words = None
+    if "stochastic" in rounding.modes:
+        words = jnp.concatenate([SEED, jnp.zeros(2, jnp.uint32)])
+    if strides is None:
+        strides = random.row_major_strides(x.shape)
     return pallas.round_pallas(
-        x,
-        SEED if stochastic else None,
-        **dict(
-            modes=mode_names,
-            out_dtype=out_dtype,
-            strides=random.row_major_strides(x.shape),
-            hash_values=False,
-            interpret=True,
-        )
-        | options,
+        x, words, rounding=rounding, strides=strides, interpret=interpret
     )
 
 
-def in_xla(x, mode_names, out_dtype=jnp.bfloat16, **options):
-    return api.round_seeded(
-        x,
-        jnp.bfloat16,
-        mode_names,
-        seed=SEED if "stochastic" in mode_names else None,
-        out_dtype=out_dtype,
-        backend="xla",
-        **options,
-    )
+def in_xla(x, rounding):
+    seed = SEED if "stochastic" in rounding.modes else None
+    return dispatch.round_seeded(x, rounding, seed=seed, backend="xla")
+
+
+def check_equal(x, rounding):
+    found, expected = in_kernel(x, rounding), in_xla(x, rounding)
+    for name, y, z in zip(rounding.modes, found, expected, strict=True):
+        assert y.dtype == z.dtype == rounding.out_dtype
+        np.testing.assert_array_equal(words(y), words(z), err_msg=name)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_interpreted_kernel_equals_xla_everywhere(shape):
     x = inputs(shape)
-    for names in (modes.MODES, ("toward_zero", "away_from_zero"), ("stochastic",)):
-        found = in_kernel(x, names)
-        for name, y, expected in zip(names, found, in_xla(x, names), strict=True):
-            np.testing.assert_array_equal(words(y), words(expected), err_msg=name)
+    for names in (modes.MODES, ("toward_zero", modes.NEXT), ("stochastic",)):
+        check_equal(x, make_rounding(names))
 
 
-@pytest.mark.parametrize("hash_values", [False, True])
-@pytest.mark.parametrize("out_dtype", [jnp.bfloat16, jnp.float32])
-def test_both_dtypes_and_both_kinds_of_draw(out_dtype, hash_values):
-    x = inputs((70, 200))
-    (found,) = in_kernel(x, ("stochastic",), out_dtype, hash_values=hash_values)
-    (expected,) = in_xla(x, ("stochastic",), out_dtype, hash_values=hash_values)
-    assert found.dtype == out_dtype
-    np.testing.assert_array_equal(words(found), words(expected))
+@pytest.mark.parametrize("overflow", ["inf", "saturate"])
+@pytest.mark.parametrize("to_float32", [False, True])
+@pytest.mark.parametrize("dtype", [f.dtype for f in formats.FORMATS])
+def test_every_format_and_result(dtype, to_float32, overflow):
+    out_dtype = jnp.float32 if to_float32 else None
+    options = dict(dtype=dtype, out_dtype=out_dtype, overflow=overflow)
+    check_equal(inputs((70, 200)), make_rounding(modes.MODES, **options))
+
+
+@pytest.mark.parametrize("options", [{"hash_values": True}, {"random_bits": 3}])
+def test_both_other_kinds_of_draw(options):
+    check_equal(inputs((70, 200)), make_rounding(("stochastic",), **options))
 
 
 @pytest.mark.parametrize("shape", [(300_000,), (600, 700), (40, 33, 130)], ids=str)
 def test_bits_do_not_depend_on_the_blocks(shape, monkeypatch):
-    x = inputs(shape)
-    expected = words(in_kernel(x, ("stochastic",))[0])
+    x, rounding = inputs(shape), make_rounding(("stochastic",))
+    expected = words(in_kernel(x, rounding)[0])
     steps = set()
     for budget in (2**16, 2**18, 2**20):
         small = lambda s, b, budget=budget: TILE(s, b, vmem_budget_bytes=budget)  # noqa: E731
         monkeypatch.setattr(tiling, "tile", small)
         steps.add(np.prod(tiling.tile(shape, 6).grid))
-        np.testing.assert_array_equal(words(in_kernel(x, ("stochastic",))[0]), expected)
+        np.testing.assert_array_equal(words(in_kernel(x, rounding)[0]), expected)
     assert len(steps) > 1
 
 
@@ -91,13 +101,33 @@ TILE = tiling.tile
 
 
 def test_the_draw_follows_the_strides():
-    x = jnp.full((4, 300), 1.001)
-    (still,) = in_kernel(x, ("stochastic",), strides=(0, 1))
-    (moving,) = in_kernel(x, ("stochastic",), strides=(300, 1))
-    rows = words(still)
-    assert (rows == rows[0]).all()
-    assert (words(moving)[0] == rows[0]).all()
-    assert (words(moving)[1] != rows[1]).any()
+    x, rounding = jnp.full((4, 300), 1.001), make_rounding(("stochastic",))
+
+    def draw(*strides):
+        return words(in_kernel(x, rounding, random.Strides(*strides))[0])
+
+    still, moving = draw((0, 1), (0, 0)), draw((300, 1), (0, 0))
+    assert (still == still[0]).all()
+    assert (moving[0] == still[0]).all()
+    assert (moving[1] != still[1]).any()
+    high = draw((0, 1), (1, 0))
+    assert all((high[i] != high[j]).any() for i in range(4) for j in range(i))
+
+
+def test_the_second_word_of_the_index_is_that_of_the_xla_path():
+    """As in an array of more than 2^32 elements, of which these are the last ones."""
+    shape = (5, 3, 200)
+    x = inputs(shape)
+    strides = random.Strides((0, 200, 1), (1, 0, 0))
+    (found,) = in_kernel(x, make_rounding(("stochastic",)), strides)
+    draws = random.random_bits(SEED, random.index_words(shape, strides))
+    patterns = bits.round_bits(
+        bits.from_float32(x),
+        formats.find_format("bfloat16"),
+        "stochastic",
+        random_bits=draws,
+    )
+    np.testing.assert_array_equal(words(found), np.asarray(patterns).astype(np.uint16))
 
 
 def shards(function, devices, check_vma):
@@ -112,7 +142,8 @@ def shards(function, devices, check_vma):
 
 
 def bracket_in_kernel(x, *, interpret):
-    return in_kernel(x, ("toward_zero", "away_from_zero"), interpret=interpret)
+    rounding = make_rounding(("toward_zero", "away_from_zero"))
+    return in_kernel(x, rounding, interpret=interpret)
 
 
 def test_runs_on_shards():
@@ -156,9 +187,10 @@ def without_grid(x):
     """The kernel of the bug report: the same bits, the whole array as one block."""
 
     def kernel(x_ref, down_ref, up_ref):
-        patterns = bits.from_float32(x_ref[...])
+        patterns, to = bits.from_float32(x_ref[...]), formats.find_format("bfloat16")
         for ref, mode in ((down_ref, "toward_zero"), (up_ref, "away_from_zero")):
-            ref[...] = bits.to_float(bits.round_bits(patterns, mode), jnp.float32)
+            rounded = bits.round_bits(patterns, to, mode)
+            ref[...] = bits.to_float(rounded, to, jnp.float32)
 
     out = jax.ShapeDtypeStruct(x.shape, jnp.float32)
     return pallas.pl.pallas_call(kernel, out_shape=(out, out))(x)
@@ -223,3 +255,38 @@ def test_the_xla_path_reads_and_writes_the_least_too():
         accessed = compiled.cost_analysis()["bytes accessed"]
         # 4 bytes in, 2 out; of the seed, 8 bytes and a page.
         assert 6 * 2048 * 4096 <= accessed <= 6 * 2048 * 4096 + 128 * 1024
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.parametrize("generation", tpu.GENERATIONS)
+@pytest.mark.parametrize("dtype", [f.dtype for f in formats.FORMATS])
+def test_every_format_and_mode_compiles_with_no_other_traffic(dtype, generation):
+    x = jax.ShapeDtypeStruct((2048, 4096), jnp.float32)
+    size = {"bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}[dtype]
+    for out_dtype in (None, jnp.float32):
+        for mode in ("to_odd", "stochastic"):
+            compiled = tpu.compile_for(
+                generation,
+                jax.jit(
+                    lambda x, mode=mode, out_dtype=out_dtype: api.round_to(
+                        x,
+                        dtype,
+                        mode=mode,
+                        key=3 if mode == "stochastic" else None,
+                        overflow="saturate",
+                        out_dtype=out_dtype,
+                        backend="pallas",
+                    )
+                ),
+                x,
+            )
+            assert tpu.kernels(compiled) == 1
+            assert tpu.moves(compiled, x.shape) == []
+            least = (8 if out_dtype else 4 + size) * 2048 * 4096
+            accessed = compiled.cost_analysis()["bytes accessed"]
+            if dtype == "float16" and not out_dtype:
+                # The TPU's kernels know no float16: its patterns are read once more.
+                least += 4 * 2048 * 4096
+            else:
+                assert compiled.memory_analysis().temp_size_in_bytes <= 128 * 1024
+            assert least <= accessed <= least + 128 * 1024

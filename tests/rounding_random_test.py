@@ -1,3 +1,5 @@
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,8 +20,9 @@ def lowbias32(x):
     return x ^ (x >> 16)
 
 
-def draw(seed=SEED, start=0, n=N, values=None):
-    index = jnp.arange(start, start + n, dtype=jnp.uint32)
+def draw(seed=SEED, start=0, n=N, values=None, high=None):
+    index = [jnp.arange(start, start + n, dtype=jnp.uint32)]
+    index += [] if high is None else [high]
     return np.asarray(random.random_bits(seed, index, values))
 
 
@@ -66,10 +69,10 @@ def test_seeds_are_not_correlated(other):
 
 def test_each_bit_of_the_input_flips_half_of_the_output():
     index = np.arange(1 << 14, dtype=np.uint64) * 2654435761 % 2**32
-    base = np.asarray(random.random_bits(SEED, jnp.asarray(index.astype(np.uint32))))
+    base = np.asarray(random.random_bits(SEED, [jnp.asarray(index.astype(np.uint32))]))
     for bit in range(32):
         flipped = jnp.asarray((index ^ (1 << bit)).astype(np.uint32))
-        changed = base ^ np.asarray(random.random_bits(SEED, flipped))
+        changed = base ^ np.asarray(random.random_bits(SEED, [flipped]))
         for output_bit in range(16, 32):  # those that rounding uses
             share = ((changed >> output_bit) & 1).mean()
             # 512 comparisons at 1/2 +- 0.0039: 5.5 standard deviations.
@@ -95,17 +98,59 @@ def test_values_tell_draws_apart():
     np.testing.assert_array_equal(first, draw(values=values))
 
 
-@pytest.mark.parametrize("shape", [(), (7,), (3, 5), (2, 3, 4, 5)])
+@pytest.mark.parametrize("shape", [(), (7,), (3, 5), (2, 1, 4, 5)])
 def test_element_index_counts_in_row_major_order(shape):
     strides = random.row_major_strides(shape)
+    assert not strides.has_high
     expected = np.arange(int(np.prod(shape)), dtype=np.uint32).reshape(shape)
-    found = np.asarray(random.element_index(shape, strides))
+    found = np.asarray(random.element_index(shape, strides.low))
     np.testing.assert_array_equal(found, expected)
 
 
 def test_element_index_follows_other_strides():
     found = np.asarray(random.element_index((2, 3), (0, 10)))
     np.testing.assert_array_equal(found, [[0, 10, 20], [0, 10, 20]])
+
+
+@pytest.mark.parametrize(
+    ("shape", "low", "high"),
+    [
+        ((1 << 16, 1 << 16), (1 << 16, 1), (0, 0)),  # 2^32 elements: one word
+        ((1, 1 << 32), (0, 1), (0, 0)),
+        (((1 << 16) + 1, 1 << 16), (0, 1), (1, 0)),
+        ((80, 8192, 28672), (0, 28672, 1), (1, 0, 0)),
+        ((8, 80, 8192, 28672), (0, 0, 28672, 1), (80, 1, 0, 0)),
+        ((3, 1 << 17, 1 << 16), (0, 0, 1), (1 << 17, 1, 0)),
+    ],
+)
+def test_more_than_2_to_32_elements_take_a_second_word(shape, low, high):
+    strides = random.row_major_strides(shape)
+    assert strides == (low, high)
+    assert strides.has_high == any(high)
+    # No two elements share both words: places at the corners.
+    corners = np.array(np.meshgrid(*[(0, max(n - 1, 0)) for n in shape])).reshape(
+        len(shape), -1
+    )
+    words = {(int(low @ c), int(high @ c)) for c in corners.T.astype(object)}
+    assert len(words) == len({tuple(c) for c in corners.T.tolist()})
+    assert all(0 <= word < 2**32 for pair in words for word in pair)
+
+
+def test_a_dimension_beyond_2_to_32_is_refused():
+    with pytest.raises(ValueError, match="no dimension longer than 2\\*\\*32, got"):
+        random.row_major_strides((2**32 + 1, 2))
+
+
+def test_the_second_word_tells_draws_apart():
+    draws = [draw(high=jnp.uint32(high)) for high in (0, 1, 2, 80)] + [draw()]
+    for first, second in itertools.combinations(draws, 2):
+        assert abs(correlation(first, second)) < 4.9
+    # Neither is it a shift of the first word.
+    assert abs(correlation(draw(high=jnp.uint32(1)), draw(start=1))) < 4.9
+
+
+def test_batches_share_their_indices():
+    assert random.Strides((5, 1), (0, 0)).batched() == ((0, 5, 1), (0, 0, 0))
 
 
 @pytest.mark.parametrize(

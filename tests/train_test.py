@@ -100,7 +100,36 @@ def test_killed_and_run_again_from_another_folder_it_gives_the_same_losses(
     raised = run(tiny(corpus, tmp_path / "parts", **{"train.steps": 305}), tmp_path)
     assert raised.returncode == 0, raised.stderr
     assert "resuming after step 300 of 305" in raised.stdout
+    assert "changed since then: config.train.steps was 300 and is 305" in raised.stdout
     assert metrics(tmp_path / "parts")[-1]["step"] == 305
+
+    for option, message in (
+        ({"train.steps": 304}, "`steps` must be at least 305"),
+        ({"model.width": 32}, "config.model.width was 16 and is 32"),
+    ):
+        refused = run(tiny(corpus, tmp_path / "parts", **option), tmp_path)
+        assert refused.returncode != 0
+        assert message in refused.stderr
+        assert "Traceback" not in refused.stderr
+
+
+def test_other_errors_keep_their_traceback():
+    import train
+
+    def error_of(function):
+        try:
+            function()
+        except Exception as error:
+            return error
+
+    import jax.numpy as jnp
+
+    import mixprec
+
+    ours = error_of(lambda: mixprec.Rule("(", None))
+    theirs = error_of(lambda: jnp.zeros(3) @ jnp.zeros(4))
+    assert train._is_raised_here(ours)
+    assert not train._is_raised_here(theirs)
 
 
 @pytest.mark.parametrize(

@@ -125,15 +125,20 @@ def test_another_run_is_refused_by_name_and_value(tmp_path):
     checkpointer = checkpoint.Checkpointer(tmp_path, CONFIG)
     saved = checkpointer.restore_run(1)
     checkpointer.close()
-    checkpoint.check_same_run(saved, RUN, 1)
-    with pytest.raises(
-        ValueError, match=r"checkpoint 1, but model.width was 8 and is 9"
-    ):
-        checkpoint.check_same_run(
-            saved, {"seed": 0, "model": {"width": 9, "shape": (1, 2)}}, 1
-        )
+
+    def compare(current, *fixed):
+        return checkpoint.compare_runs(saved, current, 1, fixed=fixed)
+
+    assert compare(RUN, "seed", "model") == []
+    changed = {"seed": 0, "model": {"width": 9, "shape": (1, 2)}}
+    change = "model.width was 8 and is 9"
+    assert compare(changed, "seed") == [change]
+    assert compare(changed, "mod", "model.widt") == [change]
+    for fixed in ("model", "model.width"):
+        with pytest.raises(ValueError, match=f"checkpoint 1, but {change}"):
+            compare(changed, fixed)
     with pytest.raises(ValueError, match="seed was 0 and is None"):
-        checkpoint.check_same_run(saved, {"model": RUN["model"]}, 1)
+        compare({"model": RUN["model"]}, "seed")
 
 
 @pytest.mark.parametrize(

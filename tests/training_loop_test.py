@@ -190,6 +190,16 @@ def test_another_model_or_other_data_are_refused(corpus, tmp_path):
         run(make_config(corpus, steps=4), tmp_path / "run")
 
 
+def test_another_policy_is_allowed_and_told(corpus, tmp_path):
+    config = make_config(corpus, steps=4)
+    run(config, tmp_path / "run")
+    changed = dataclasses.replace(
+        make_config(corpus, steps=6), resolved=config.resolved | {"policy": "new"}
+    )
+    _, printed, _ = run(changed, tmp_path / "run")
+    assert "changed since then: config.policy was None and is 'new'" in printed
+
+
 def test_a_loss_that_is_not_finite_stops_the_run(corpus, tmp_path):
     config = make_config(corpus)
     optimizer = dataclasses.replace(OPTIMIZER, learning_rate=1e30, warmup_steps=0)

@@ -1,18 +1,20 @@
-"""`round_to` and `round_bracket`: checks, backend, straight-through gradient."""
+"""`round_to`, `round_bracket` and `round_down_and_up`: what users call, and checks."""
 
-import functools
+import difflib
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mixprec.rounding import bits as bits_lib
+from mixprec.rounding import dispatch, formats, random
 from mixprec.rounding import modes as modes_lib
-from mixprec.rounding import pallas, random
+from mixprec.rounding.bits import Rounding
 
-Backend = Literal["auto", "pallas", "xla"]
-BACKENDS: tuple[str, ...] = ("auto", "pallas", "xla")
+Overflow = Literal["inf", "saturate"]
+OVERFLOWS: tuple[str, ...] = ("inf", "saturate")
+Exact = Literal["keep", "next"]
+EXACTS: tuple[str, ...] = ("keep", "next")
 
 
 def round_to(
@@ -21,36 +23,58 @@ def round_to(
     *,
     mode: modes_lib.Mode,
     key: jax.Array | int | None = None,
+    random_bits: int | None = None,
+    overflow: Overflow = "inf",
     out_dtype: jax.typing.DTypeLike | None = None,
-    backend: Backend = "auto",
+    gradient: dispatch.Gradient = "straight_through",
+    backend: dispatch.Backend = "auto",
+    sharding: jax.sharding.NamedSharding | None = None,
 ) -> jax.Array:
-    """Rounds to the values of `dtype` in a mode of choice.
+    """Rounds to the numbers of `dtype` in a mode of choice.
 
     NaN stays NaN of the same sign, infinities and exact values stay, zeros keep their
-    sign, subnormals are rounded like any number. A finite value beyond the largest of
-    `dtype` becomes infinite where the mode takes the neighbour away from zero. The
-    gradient is straight-through: that of the identity (Bengio et al. 2013, section 4).
+    sign, subnormals are rounded like any number. float8_e4m3fn has no infinities: they,
+    and what would become one, become NaN.
 
     Args:
-      x: [...] float32; float16 and bfloat16 are converted to float32 first, exactly.
-      dtype: whose values to round to; bfloat16.
-      mode: "nearest_even", "toward_zero", "away_from_zero", "toward_positive",
-        "toward_negative" or "stochastic"; see `mixprec.rounding.modes`.
+      x: [...] float32; of a narrower float dtype that `dtype` lists, converted to
+        float32 first, exactly; or, where x64 is enabled, float64, which is rounded
+        once, not by way of float32.
+      dtype: whose numbers to round to: bfloat16, float16, float8_e4m3fn, float8_e5m2.
+      mode: "nearest_even", "nearest_away", "toward_zero", "away_from_zero",
+        "toward_positive", "toward_negative", "to_odd" or "stochastic"; see
+        `mixprec.rounding.modes`.
       key: for "stochastic" only, and required there: a JAX key or an integer seed. An
         element's draw depends on the key and on its place in the array, nothing else.
+      random_bits: for "stochastic" only: how many random bits a draw uses, from 1 to
+        32. The probability of `up` is the fraction of the way there, rounded to so
+        many bits (half up), so it is wrong by up to 2**-(random_bits + 1), and right on
+        average over fractions (Fitzgibbon & Felix 2025, "On stochastic rounding with
+        few random bits"). None, the default: 32, of which as many count as the fraction
+        has.
+      overflow: what becomes of a finite number beyond the largest of `dtype` where the
+        mode takes `up`: "inf", infinity (IEEE 754-2019, section 7.4), or "saturate",
+        the largest.
       out_dtype: of the result: `dtype` (the default) or float32, which holds the same
         values.
+      gradient: "straight_through", that of the identity (Bengio et al. 2013, section
+        4); "clipped", the same but 0 for numbers beyond the largest of `dtype`; "zero",
+        the derivative almost everywhere.
       backend: "xla" (plain operations that XLA fuses and partitions), "pallas" (one
         kernel over blocks; on CPUs in Pallas's interpreter) or "auto". The results are
         equal bit for bit.
+      sharding: for "pallas": how `x` is split over devices, so that the kernel runs on
+        each shard. Need not be given where it is known: of an array that is no tracer,
+        and in a mesh with explicit axes.
 
     Returns:
       [...] `out_dtype`.
 
     Raises:
       TypeError: `x`, `dtype`, `out_dtype` or `key` is of a type not listed above.
-      ValueError: unknown `mode` or `backend`; "stochastic" without a key or another
-        mode with one; "pallas" where there is neither a TPU nor a CPU.
+      ValueError: an argument is none of its allowed values; "stochastic" without a key,
+        or another mode with `key` or `random_bits`; "pallas" where there is neither a
+        TPU nor a CPU; a `sharding` that does not divide `x`.
 
     Example:
       >>> x = jnp.float32([1.0, 1.001, -1.001])
@@ -65,14 +89,28 @@ def round_to(
             '`key` must be given for mode "stochastic", got None. '
             "Pass a fresh `jax.random.key` each time."
         )
-    if mode != "stochastic" and key is not None:
+    for name, value in (("key", key), ("random_bits", random_bits)):
+        if mode != "stochastic" and value is not None:
+            raise ValueError(
+                f'`{name}` must be None for mode "{mode}", which draws nothing, got '
+                f'{value}. Drop it, or choose mode "stochastic".'
+            )
+    if random_bits is not None and random_bits not in range(1, 33):
         raise ValueError(
-            f'`key` must be None for mode "{mode}", which draws nothing, got a key. '
-            'Drop it, or choose mode "stochastic".'
+            f"`random_bits` must be from 1 to 32, got {random_bits!r}. "
+            "Leave it out for all that count."
         )
-    seed = None if key is None else random.seed_from_key(key)
-    (rounded,) = round_seeded(
-        x, dtype, (mode,), seed=seed, out_dtype=out_dtype, backend=backend
+    rounding = make_rounding(
+        dtype, (mode,), overflow=overflow, out_dtype=out_dtype, random_bits=random_bits
+    )
+    check_choice("gradient", gradient, dispatch.GRADIENTS)
+    (rounded,) = dispatch.round_seeded(
+        as_rounding_input(x),
+        rounding,
+        seed=None if key is None else random.seed_from_key(key),
+        backend=backend,
+        gradient=gradient,
+        sharding=sharding,
     )
     return rounded
 
@@ -81,219 +119,137 @@ def round_bracket(
     x: jax.Array,
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
     *,
+    exact: Exact = "keep",
+    overflow: Overflow = "inf",
     out_dtype: jax.typing.DTypeLike | None = None,
-    backend: Backend = "auto",
+    gradient: dispatch.Gradient = "straight_through",
+    backend: dispatch.Backend = "auto",
+    sharding: jax.sharding.NamedSharding | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Gives both neighbours of each element among the values of `dtype`, in one pass.
+    """Gives both neighbours of each element among the numbers of `dtype`, in one pass.
 
     Args:
       x: as for `round_to`.
       dtype: as for `round_to`.
+      exact: what `up` is where `x` is a number of `dtype`: "keep", `x` itself, like
+        `down`; or "next", the next number away from zero, so that `x` can always be
+        placed between two different ones.
+      overflow: as for `round_to`; with "saturate", also of "next" to the largest.
       out_dtype: as for `round_to`.
+      gradient: as for `round_to`; of both results.
       backend: as for `round_to`.
+      sharding: as for `round_to`.
 
     Returns:
       (down, up), each [...] `out_dtype`: the neighbour toward zero and that away from
-      zero. Both are `x` itself where that is a value of `dtype`.
+      zero.
 
     Raises:
       TypeError, ValueError: as for `round_to`.
     """
-    down, up = round_seeded(
-        x,
-        dtype,
-        ("toward_zero", "away_from_zero"),
+    check_choice("exact", exact, EXACTS)
+    check_choice("gradient", gradient, dispatch.GRADIENTS)
+    up_mode = modes_lib.NEXT if exact == "next" else "away_from_zero"
+    rounding = make_rounding(
+        dtype, ("toward_zero", up_mode), overflow=overflow, out_dtype=out_dtype
+    )
+    down, up = dispatch.round_seeded(
+        as_rounding_input(x),
+        rounding,
         seed=None,
-        out_dtype=out_dtype,
         backend=backend,
+        gradient=gradient,
+        sharding=sharding,
     )
     return down, up
 
 
-def round_seeded(
-    x: jax.Array,
+def round_down_and_up(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Gives both bfloat16 neighbours as float32, by one `pallas_call` and nothing else.
+
+    For programs that take the kernel out of the lowered module and call it on their own
+    arrays, as torch_xla's `make_kernel_from_pallas` does: there is no reshaping around
+    it that would be lost. Elsewhere `round_bracket` is better: where the compiler's
+    order of an array in memory is not row-major, this call makes it copy the array.
+
+    Args:
+      x: [...] float32, of rank 1 or more, without a dimension of 0.
+
+    Returns:
+      (down, up), each [...] float32: the neighbour toward zero and that away from zero,
+      both `x` itself where that is a bfloat16 number. Gradients are straight-through.
+
+    Raises:
+      TypeError: `x` is not float32.
+      ValueError: `x` has no element or no dimension, or the platform is neither TPU nor
+        CPU.
+    """
+    dispatch.choose_backend("pallas")
+    x = as_rounding_input(x)
+    if x.dtype != jnp.float32:
+        raise TypeError(
+            f"`x` must be float32, got {x.dtype}. Convert it, or use round_bracket."
+        )
+    if x.ndim == 0 or x.size == 0:
+        raise ValueError(
+            "`x` must have a dimension, and none of 0, got shape "
+            f"{x.shape}. Use round_bracket, which takes any shape."
+        )
+    modes = ("toward_zero", "away_from_zero")
+    rounding = make_rounding(jnp.bfloat16, modes, out_dtype=jnp.float32)
+    down, up = dispatch.round_bare(x, rounding)
+    return down, up
+
+
+def make_rounding(
     dtype: jax.typing.DTypeLike,
     modes: tuple[str, ...],
     *,
-    seed: jax.Array | None,
-    out_dtype: jax.typing.DTypeLike | None,
-    backend: str,
+    overflow: str = "inf",
+    out_dtype: jax.typing.DTypeLike | None = None,
+    random_bits: int | None = None,
     hash_values: bool = False,
-) -> tuple[jax.Array, ...]:
-    """Rounds in several modes at once, from seed words that are already made.
-
-    Args:
-      x: as for `round_to`.
-      dtype: as for `round_to`.
-      modes: one result each.
-      seed: [2] uint32, or None if no mode is stochastic.
-      out_dtype: as for `round_to`.
-      backend: as for `round_to`.
-      hash_values: whether a draw depends on the element's value too, besides its place.
-
-    Returns:
-      One [...] `out_dtype` a mode.
-
-    Raises:
-      TypeError, ValueError: as for `round_to`.
-    """
-    out_dtype = check_dtypes(dtype, out_dtype)
-    backend = choose_backend(backend)
-    x = _as_float32(x)
-    return _round(x, seed, modes, out_dtype, backend, hash_values)
-
-
-def check_dtypes(
-    dtype: jax.typing.DTypeLike, out_dtype: jax.typing.DTypeLike | None
-) -> np.dtype:
-    """Gives the dtype of results; raises TypeError if either dtype is not allowed."""
-    if jnp.dtype(dtype) != jnp.bfloat16:
+) -> Rounding:
+    """Checks arguments as `round_to` documents them, and gives what they describe."""
+    to = formats.find_format(dtype)
+    check_choice("overflow", overflow, OVERFLOWS)
+    chosen = jnp.dtype(to.dtype if out_dtype is None else out_dtype)
+    if chosen not in (jnp.dtype(to.dtype), jnp.float32):
         raise TypeError(
-            f"`dtype` must be bfloat16, got {jnp.dtype(dtype).name}. "
-            "No other target is supported."
-        )
-    chosen = jnp.dtype(dtype if out_dtype is None else out_dtype)
-    if chosen not in (jnp.bfloat16, jnp.float32):
-        raise TypeError(
-            f"`out_dtype` must be bfloat16 or float32, got {chosen.name}. "
+            f"`out_dtype` must be {to.dtype} or float32, got {chosen.name}. "
             "Convert the result afterwards."
         )
-    return chosen
+    return Rounding(
+        to=to,
+        modes=modes,
+        out_dtype=chosen,
+        saturate=overflow == "saturate",
+        random_width=random_bits,
+        hash_values=hash_values,
+    )
 
 
-def choose_backend(backend: str) -> str:
-    """Gives the backend to use: "pallas" or "xla".
-
-    "auto" is "xla" on every platform. XLA fuses the bit operations into whatever
-    produces or reads the value and partitions them over a mesh; compiled for TPU v5e
-    and v6e it reads and writes the least bytes possible for a rounding alone (6 an
-    element), and none for one that feeds a product, where a separate kernel writes its
-    copy to memory and reads it back. The kernel is for those who want the rounded copy
-    to be a separate array made in one pass.
-
-    Raises:
-      ValueError: unknown name, or "pallas" on a platform without a lowering.
-    """
-    if backend not in BACKENDS:
-        raise ValueError(
-            f"`backend` must be one of {', '.join(BACKENDS)}, got {backend!r}. "
-            'Leave it out for "auto".'
-        )
-    if backend == "pallas" and jax.default_backend() not in ("cpu", "tpu"):
-        raise ValueError(
-            '`backend` must be "xla" or "auto" on this platform '
-            f'({jax.default_backend()}), got "pallas", which needs a TPU or, '
-            'interpreted, a CPU. Use "xla": its results are the same bits.'
-        )
-    return "xla" if backend == "auto" else backend
-
-
-def _as_float32(x: Any) -> jax.Array:
-    x = jnp.asarray(x)
-    if x.dtype == jnp.float32:
-        return x
-    if x.dtype in (jnp.bfloat16, jnp.float16):
-        return x.astype(jnp.float32)
+def as_rounding_input(x: Any) -> jax.Array:
+    """Gives `x` as an array; raises TypeError if it cannot be rounded."""
+    given = getattr(x, "dtype", None)
+    if given != np.float64 or jax.config.read("jax_enable_x64"):
+        x = jnp.asarray(x)
+        given = x.dtype
+        allowed = {jnp.float32, jnp.float64, *(f.dtype for f in formats.FORMATS)}
+        if any(given == dtype for dtype in allowed):
+            return x
+    names = ", ".join(f.dtype for f in formats.FORMATS)
     raise TypeError(
-        f"`x` must be float32, bfloat16 or float16, got {x.dtype.name}. "
+        f"`x` must be float32, {names} or, with jax_enable_x64, float64, got {given}. "
         "Convert it to float32 first, knowing that this may round."
     )
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4, 5))
-def _round(
-    x: jax.Array,
-    seed: jax.Array | None,
-    modes: tuple[str, ...],
-    out_dtype: np.dtype,
-    backend: str,
-    hash_values: bool,
-) -> tuple[jax.Array, ...]:
-    if backend == "pallas" and x.size > 0:
-        strides = random.row_major_strides(x.shape)
-        return _pallas_round(modes, out_dtype, hash_values, strides)(x, seed)
-    return _round_xla(x, seed, modes, out_dtype, hash_values)
-
-
-@_round.defjvp
-def _round_jvp(
-    modes: tuple[str, ...],
-    out_dtype: np.dtype,
-    backend: str,
-    hash_values: bool,
-    primals: tuple[jax.Array, jax.Array | None],
-    tangents: tuple[jax.Array, Any],
-) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    tangent = tangents[0].astype(out_dtype)
-    rounded = _round(*primals, modes, out_dtype, backend, hash_values)
-    return rounded, (tangent,) * len(modes)
-
-
-@functools.partial(
-    jax.jit, static_argnames=("modes", "out_dtype", "hash_values"), inline=True
-)
-def _round_xla(
-    x: jax.Array,
-    seed: jax.Array | None,
-    modes: tuple[str, ...],
-    out_dtype: np.dtype,
-    hash_values: bool,
-) -> tuple[jax.Array, ...]:
-    bits = bits_lib.from_float32(x)
-    random_bits = None
-    if seed is not None:
-        index = random.element_index(x.shape, random.row_major_strides(x.shape))
-        values = bits if hash_values else None
-        random_bits = random.random_bits((seed[0], seed[1]), index, values)
-    return tuple(
-        bits_lib.to_float(bits_lib.round_bits(bits, mode, random_bits), out_dtype)
-        for mode in modes
-    )
-
-
-@functools.cache
-def _pallas_round(
-    modes: tuple[str, ...],
-    out_dtype: np.dtype,
-    hash_values: bool,
-    strides: tuple[int, ...],
-) -> Any:
-    """Gives the kernel as a function of (x, seed) that `jax.vmap` can batch.
-
-    Batching rounds the batched array in one call. Along the batch the index stands
-    still, so that each member draws what it draws alone, as on the XLA path.
-    """
-    call = functools.partial(
-        pallas.round_pallas,
-        modes=modes,
-        out_dtype=out_dtype,
-        strides=strides,
-        hash_values=hash_values,
-    )
-
-    @jax.jit
-    def by_platform(x: jax.Array, seed: jax.Array | None) -> tuple[jax.Array, ...]:
-        return jax.lax.platform_dependent(
-            x,
-            seed,
-            cpu=functools.partial(call, interpret=True),
-            tpu=functools.partial(call, interpret=False),
+def check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    """Raises ValueError, with the nearest name, if `value` is none of `allowed`."""
+    if value not in allowed:
+        near = difflib.get_close_matches(str(value), allowed, n=1) or allowed[:1]
+        raise ValueError(
+            f"`{name}` must be one of {', '.join(allowed)}, got {value!r}. "
+            f"Did you mean {near[0]!r}?"
         )
-
-    batchable = jax.custom_batching.custom_vmap(by_platform)
-
-    @batchable.def_vmap
-    def _(
-        axis_size: int, is_batched: Any, x: jax.Array, seed: jax.Array | None
-    ) -> tuple[Any, Any]:
-        x_is_batched, seed_is_batched = is_batched
-        if not x_is_batched:
-            x = jnp.broadcast_to(x, (axis_size, *x.shape))
-        if seed_is_batched:
-            rounded = jax.lax.map(lambda member: batchable(*member), (x, seed))
-        else:
-            batched = _pallas_round(modes, out_dtype, hash_values, (0, *strides))
-            rounded = batched(x, seed)
-        return rounded, (True,) * len(modes)
-
-    return batchable

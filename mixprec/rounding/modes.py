@@ -10,18 +10,24 @@ from typing import Literal, TypeAlias, get_args
 
 Mode: TypeAlias = Literal[
     "nearest_even",
+    "nearest_away",
     "toward_zero",
     "away_from_zero",
     "toward_positive",
     "toward_negative",
+    "to_odd",
     "stochastic",
 ]
 
 MODES: tuple[str, ...] = get_args(Mode)
+# No mode, since it moves what is representable: always the number after `down`.
+NEXT = "next_away_from_zero"
 
 DEFINITIONS: dict[str, str] = {
     # IEEE 754-2019, section 4.3.1: roundTiesToEven.
     "nearest_even": "the nearer; at a tie, the one whose last bit is 0",
+    # IEEE 754-2019, section 4.3.1: roundTiesToAway.
+    "nearest_away": "the nearer; at a tie, up",
     # IEEE 754-2019, section 4.3.2: roundTowardZero.
     "toward_zero": "down",
     # Not in IEEE 754, where only ties round away; the "RA" of decimal libraries.
@@ -30,6 +36,9 @@ DEFINITIONS: dict[str, str] = {
     "toward_positive": "the greater",
     # IEEE 754-2019, section 4.3.2: roundTowardNegative.
     "toward_negative": "the lesser",
+    # Boldo & Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms
+    # using rounding to odd", IEEE Trans. Computers 57 (2008), section 3.
+    "to_odd": "the one whose last bit is 1; never beyond the largest finite number",
     # Croci et al., "Stochastic rounding: implementation, error analysis and
     # applications", R. Soc. Open Sci. 9 (2022), section 2: mode 1.
     "stochastic": "up with probability (x - down) / (up - down), else down",

@@ -9,7 +9,7 @@ How it works:
 3. Inside a block a loop walks strips of a few rows, so that the compiler keeps its
    temporaries in registers. Each strip calls the bit algebra of `bits` and, for
    stochastic rounding, the hash of `random` on the strip's element indices in the
-   original array. The XLA path calls the same functions, so both agree bit for bit.
+   whole array. The XLA path calls the same functions, so both agree bit for bit.
 
 Why not one block, the whole array: two float32 outputs of f32[2048,4096] need 96 MiB of
 VMEM where a TPU v5e grants a kernel 16. Why not flatten first: in memory an array on
@@ -23,6 +23,7 @@ several devices call it on local shards, inside `shard_map`.
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -33,76 +34,59 @@ from jax.experimental.pallas import tpu as pltpu
 
 from mixprec.rounding import bits as bits_lib
 from mixprec.rounding import random, tiling
+from mixprec.rounding.bits import Rounding
 
 # Rows of a strip: four vector registers of float32 a column of 128 lanes.
 _STRIP_ROWS = 32
-# Integer operations an element: about 6 a mode, and 16 for a hash of its index.
-_FLOPS_PER_MODE = 6
+# Integer operations an element: about 10 a mode, and 16 for a hash of its index.
+_FLOPS_PER_MODE = 10
 _FLOPS_PER_HASH = 16
 
 
 def round_pallas(
     x: jax.Array,
-    seed: jax.Array | None,
+    words: jax.Array | None,
     *,
-    modes: tuple[str, ...],
-    out_dtype: jax.typing.DTypeLike,
-    strides: tuple[int, ...],
-    hash_values: bool,
+    rounding: Rounding,
+    strides: random.Strides,
     interpret: Any,
 ) -> tuple[jax.Array, ...]:
-    """Rounds `x` to bfloat16 values in each of several modes.
+    """Rounds `x` in each of several modes.
 
     Args:
       x: [...] float32 of any shape, without a dimension of 0.
-      seed: [2] uint32; None if no mode is stochastic.
-      modes: one output each.
-      out_dtype: bfloat16 or float32, of the outputs.
-      strides: the distance in the element index along each dimension of `x`.
-      hash_values: whether stochastic draws depend on the values too.
+      words: [4] uint32: the seed, and the two words of the first element's index; None
+        if no mode is stochastic.
+      rounding: what to make of each element.
+      strides: of the element index along the dimensions of `x`.
       interpret: as for `pallas_call`.
 
     Returns:
-      One [...] `out_dtype` a mode.
+      One [...] `rounding.out_dtype` a mode.
     """
     shape = x.shape
     if not shape:  # the TPU compiler refuses blocks of rank 0
-        x, strides = x.reshape(1), (1,)
-    dtype = jnp.dtype(out_dtype)
-    bytes_per_element = x.dtype.itemsize + len(modes) * dtype.itemsize
+        x, strides = x.reshape(1), random.Strides((1,), (0,))
+    dtype = rounding.out_dtype
+    bytes_per_element = x.dtype.itemsize + len(rounding.modes) * dtype.itemsize
     tiles = tiling.tile(x.shape, bytes_per_element)
     view = jnp.transpose(x, tiles.order).reshape(tiles.view_shape)
-    kernel = functools.partial(
-        _kernel,
-        modes=modes,
-        index=_BlockIndex(x.shape, strides, tiles),
-        hash_values=hash_values,
-        has_seed=seed is not None,
-    )
-    block = pl.BlockSpec(tiles.block_shape, lambda *step: step)
-    # Interpreted, bfloat16 is written as patterns: on the CPU, XLA moves bfloat16
-    # arrays by way of float32, which changes the payload of a NaN.
-    as_patterns = interpret and dtype == jnp.bfloat16
-    stored_dtype = np.dtype(np.uint16) if as_patterns else dtype
-    out_type = _like(view, stored_dtype)
-    outputs = pl.pallas_call(
-        kernel,
-        out_shape=(out_type,) * len(modes),
-        grid=tiles.grid,
-        in_specs=[block] if seed is None else [_SCALARS, block],
-        out_specs=(block,) * len(modes),
-        compiler_params=pltpu.CompilerParams(
-            # Steps are independent: the two cores of a v4 or v5p chip share them.
-            dimension_semantics=(pltpu.PARALLEL,) * len(tiles.grid)
+    as_patterns = _must_store_patterns(rounding, interpret)
+    outputs = _call(
+        view,
+        words,
+        pl.BlockSpec(tiles.block_shape, lambda *step: step),
+        tiles.grid,
+        functools.partial(
+            _kernel,
+            rounding=rounding,
+            index=_BlockIndex(x.shape, strides, tiles),
+            has_words=words is not None,
         ),
-        cost_estimate=pl.CostEstimate(
-            flops=x.size * _flops_per_element(modes),
-            transcendentals=0,
-            bytes_accessed=x.size * bytes_per_element,
-        ),
+        rounding=rounding,
+        stored_dtype=rounding.to.pattern_dtype if as_patterns else dtype,
         interpret=interpret,
-        name="mixprec_round",
-    )(*([view] if seed is None else [seed, view]))
+    )
     ordered_shape = tuple(x.shape[d] for d in tiles.order)
     back = tuple(int(d) for d in np.argsort(tiles.order))
     rounded = [y.reshape(ordered_shape).transpose(back).reshape(shape) for y in outputs]
@@ -111,22 +95,128 @@ def round_pallas(
     return tuple(rounded)
 
 
-_SCALARS = pl.BlockSpec(memory_space=pltpu.SMEM)
+def round_pallas_bare(
+    x: jax.Array, *, rounding: Rounding, interpret: Any
+) -> tuple[jax.Array, ...]:
+    """Rounds `x` by a `pallas_call` alone, on its own shape, with nothing around it.
 
+    Where the shape's order in memory is another (see `tiling`), the compiler adds
+    copies, which `round_pallas` avoids.
 
-def _like(x: jax.Array, dtype: np.dtype) -> jax.ShapeDtypeStruct:
-    """Gives the type of an output that varies over the same manual mesh axes as `x`."""
-    return jax.ShapeDtypeStruct(
-        x.shape, dtype, manual_axis_type=jax.typeof(x).manual_axis_type
+    Args:
+      x: [...] float32 of rank 1 or more, without a dimension of 0.
+      rounding: what to make of each element; not stochastic, and to float32.
+      interpret: as for `pallas_call`.
+
+    Returns:
+      One [...] float32 a mode.
+    """
+    assert rounding.out_dtype == jnp.float32
+    bytes_per_element = x.dtype.itemsize * (1 + len(rounding.modes))
+    order = tuple(range(x.ndim))
+    block_shape = tiling.tile(x.shape, bytes_per_element, order=order).block_shape
+    # Of the merged leading dimensions, a block takes only the last.
+    block_shape = tuple(map(min, block_shape[-x.ndim :], x.shape[-3:]))
+    outer, inner = x.shape[:-3], x.shape[-3:]
+    steps = tuple(-(-n // b) for n, b in zip(inner, block_shape, strict=True))
+    return _call(
+        x,
+        None,
+        pl.BlockSpec((pl.squeezed,) * len(outer) + block_shape, lambda *step: step),
+        outer + steps,
+        functools.partial(_kernel, rounding=rounding, index=None, has_words=False),
+        rounding=rounding,
+        stored_dtype=rounding.out_dtype,
+        interpret=interpret,
     )
 
 
-def _flops_per_element(modes: tuple[str, ...]) -> int:
-    return len(modes) * _FLOPS_PER_MODE + ("stochastic" in modes) * _FLOPS_PER_HASH
+def _must_store_patterns(rounding: Rounding, interpret: Any) -> bool:
+    """Tells whether the kernel must write integers, to be read as floats outside it."""
+    if rounding.out_dtype == jnp.float32:
+        return False
+    # Interpreted, because XLA on the CPU moves narrow floats by way of float32, which
+    # changes the payload of a NaN. Compiled, because the TPU's kernels know no float16;
+    # reading the integers as float16 is one more pass over memory.
+    return bool(interpret) or rounding.out_dtype == jnp.float16
+
+
+def _call(
+    view: jax.Array,
+    words: jax.Array | None,
+    block: pl.BlockSpec,
+    grid: tuple[int, ...],
+    kernel: Callable[..., None],
+    *,
+    rounding: Rounding,
+    stored_dtype: np.dtype,
+    interpret: Any,
+) -> tuple[jax.Array, ...]:
+    """Runs a kernel over the blocks of an array; one output a mode."""
+    outputs = len(rounding.modes)
+    # An output varies over the same manual mesh axes as the input.
+    out_type = jax.ShapeDtypeStruct(
+        view.shape, stored_dtype, manual_axis_type=jax.typeof(view).manual_axis_type
+    )
+    flops = outputs * _FLOPS_PER_MODE + (words is not None) * _FLOPS_PER_HASH
+    accessed = view.dtype.itemsize + outputs * stored_dtype.itemsize
+    return pl.pallas_call(
+        kernel,
+        out_shape=(out_type,) * outputs,
+        grid=grid,
+        in_specs=[block] if words is None else [_SCALARS, block],
+        out_specs=(block,) * outputs,
+        compiler_params=pltpu.CompilerParams(
+            # Steps are independent: the two cores of a v4 or v5p chip share them.
+            dimension_semantics=(pltpu.PARALLEL,) * len(grid)
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=view.size * flops,
+            transcendentals=0,
+            bytes_accessed=view.size * accessed,
+        ),
+        interpret=interpret,
+        name="mixprec_round",
+    )(*([view] if words is None else [words, view]))
+
+
+_SCALARS = pl.BlockSpec(memory_space=pltpu.SMEM)
 
 
 class _BlockIndex:
-    """The element index, in the original array, of what a block holds."""
+    """The element index, in the whole array, of what a block holds."""
+
+    def __init__(
+        self, shape: tuple[int, ...], strides: random.Strides, tiles: tiling.Tiling
+    ):
+        self._words = [_IndexWord(shape, strides.low, tiles)]
+        if strides.has_high:
+            self._words.append(_IndexWord(shape, strides.high, tiles))
+
+    def strip(
+        self,
+        shape: tuple[int, ...],
+        starts: list[jax.Array],
+        firsts: tuple[jax.Array, ...],
+    ) -> list[jax.Array]:
+        """Gives the index words of a strip.
+
+        Args:
+          shape: of the strip.
+          starts: where it begins, along each dimension of the view.
+          firsts: the words of the index of the array's first element.
+
+        Returns:
+          [*shape] uint32, one for each word that the index has.
+        """
+        return [
+            word.strip(shape, starts) + first
+            for word, first in zip(self._words, firsts, strict=False)
+        ]
+
+
+class _IndexWord:
+    """One word of the element index."""
 
     def __init__(
         self, shape: tuple[int, ...], strides: tuple[int, ...], tiles: tiling.Tiling
@@ -134,71 +224,61 @@ class _BlockIndex:
         ordered = [(shape[d], strides[d]) for d in tiles.order]
         # The view's last two dimensions are single ones; the first is merged of the
         # rest.
-        self.leading = ordered[:-2]
-        self.inner_strides = tuple(stride for _, stride in ordered[-2:])
+        self._leading = ordered[:-2]
+        self._inner_strides = tuple(stride for _, stride in ordered[-2:])
 
-    def leading_offset(self, place: jax.Array) -> jax.Array:
-        """Gives the index at which the slice at `place` of the first axis begins."""
-        offset = jnp.uint32(0)
-        for size, stride in reversed(self.leading):
-            within = (place % size).astype(jnp.uint32)
-            offset = offset + within * np.uint32(stride & 0xFFFFFFFF)
+    def strip(self, shape: tuple[int, ...], starts: list[jax.Array]) -> jax.Array:
+        """Gives [*shape] uint32, counted from the array's first element."""
+        offset, place = jnp.uint32(0), starts[0]
+        for size, stride in reversed(self._leading):
+            offset = offset + (place % size).astype(jnp.uint32) * np.uint32(stride)
             place = place // size
-        return offset
-
-    def strip(
-        self, shape: tuple[int, ...], starts: tuple[jax.Array, ...], offset: jax.Array
-    ) -> jax.Array:
-        """Gives [*shape] uint32 indices of the strip that begins at `starts`."""
-        for start, stride in zip(starts, self.inner_strides, strict=True):
-            offset = offset + start.astype(jnp.uint32) * np.uint32(stride & 0xFFFFFFFF)
-        return random.element_index(shape, self.inner_strides) + offset
+        inner = starts[-len(self._inner_strides) :]
+        for start, stride in zip(inner, self._inner_strides, strict=True):
+            offset = offset + start.astype(jnp.uint32) * np.uint32(stride)
+        return random.element_index(shape, self._inner_strides) + offset
 
 
 def _kernel(
-    *refs: Any,
-    modes: tuple[str, ...],
-    index: _BlockIndex,
-    hash_values: bool,
-    has_seed: bool,
+    *refs: Any, rounding: Rounding, index: _BlockIndex | None, has_words: bool
 ) -> None:
-    """Rounds one block: reads `x_ref`, writes a ref for each mode."""
-    seed_ref, (x_ref, *out_refs) = (refs[0], refs[1:]) if has_seed else (None, refs)
+    """Rounds one block, of rank 1 to 3: reads `x_ref`, writes a ref for each mode."""
+    words_ref, (x_ref, *out_refs) = (refs[0], refs[1:]) if has_words else (None, refs)
 
-    def round_strip(window: tuple[Any, ...], index_of_strip: Any) -> None:
+    def round_strip(window: tuple[Any, ...], *place_in_block: Any) -> None:
         bits = bits_lib.from_float32(x_ref[window])
         random_bits = None
-        if seed_ref is not None:
+        if words_ref is not None:
+            assert index is not None
+            block = [pl.program_id(d) * n for d, n in enumerate(x_ref.shape)]
+            starts = [a + b for a, b in zip(block, place_in_block, strict=True)]
             random_bits = random.random_bits(
-                (seed_ref[0], seed_ref[1]),
-                index_of_strip(bits.shape),
-                bits if hash_values else None,
+                (words_ref[0], words_ref[1]),
+                index.strip(bits.shape, starts, (words_ref[2], words_ref[3])),
+                bits if rounding.hash_values else None,
             )
-        for out_ref, mode in zip(out_refs, modes, strict=True):
-            rounded = bits_lib.round_bits(bits, mode, random_bits)
-            if out_ref.dtype == jnp.uint16:
-                out_ref[window] = bits_lib.to_halves(rounded)
-            else:
-                out_ref[window] = bits_lib.to_float(rounded, out_ref.dtype)
+        rounded = bits_lib.round_patterns(bits, rounding, random_bits)
+        for out_ref, patterns in zip(out_refs, rounded, strict=True):
+            out_ref[window] = _stored(patterns, rounding, out_ref.dtype)
 
-    starts = tuple(pl.program_id(d) * length for d, length in enumerate(x_ref.shape))
     if x_ref.ndim == 1:
-        round_strip((...,), lambda shape: index.strip(shape, starts, jnp.uint32(0)))
+        round_strip((...,), 0)
         return
 
-    depth, rows = x_ref.shape[:2]
-    first_slice, first_row, first_column = starts
+    *depth, rows, _ = x_ref.shape
     strip_rows = _STRIP_ROWS if rows % _STRIP_ROWS == 0 else rows
+    strips = rows // strip_rows
 
-    @pl.loop(0, depth * (rows // strip_rows))
+    @pl.loop(0, math.prod(depth) * strips)
     def _(step: jax.Array) -> None:
-        slice_in_block, strip = (
-            step // (rows // strip_rows),
-            step % (rows // strip_rows),
+        leading = [step // strips] if depth else []
+        row = pl.multiple_of(
+            step % strips * strip_rows, math.gcd(strip_rows, _STRIP_ROWS)
         )
-        row = pl.multiple_of(strip * strip_rows, math.gcd(strip_rows, _STRIP_ROWS))
-        offset = index.leading_offset(first_slice + slice_in_block)
-        round_strip(
-            (slice_in_block, pl.ds(row, strip_rows), slice(None)),
-            lambda shape: index.strip(shape, (first_row + row, first_column), offset),
-        )
+        round_strip((*leading, pl.ds(row, strip_rows), slice(None)), *leading, row, 0)
+
+
+def _stored(patterns: jax.Array, rounding: Rounding, dtype: np.dtype) -> jax.Array:
+    if dtype == rounding.to.pattern_dtype:
+        return patterns.astype(dtype)
+    return bits_lib.to_float(patterns, rounding.to, dtype)

@@ -12,7 +12,8 @@ a seed word, so that neither word alone shows through.
 
 import hashlib
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,31 +34,54 @@ def mix(h: jax.Array) -> jax.Array:
     return h ^ (h >> np.uint32(16))
 
 
-def random_bits(
-    seed: tuple[jax.Array, jax.Array],
-    index: jax.Array,
-    value_bits: jax.Array | None = None,
-) -> jax.Array:
-    """Draws 32 random bits an element.
+class Strides(NamedTuple):
+    """How far apart neighbours along each dimension are, in the element index.
 
-    Args:
-      seed: two uint32 scalars.
-      index: [...] uint32, each element's position in the whole array.
-      value_bits: [...] uint32 or None. The element's own bit pattern, to tell apart
-        draws that have seed and index in common (the layers of a scanned stack).
+    The index of an array with up to 2^32 elements is one 32-bit word. That of a larger
+    one is two: the place among the trailing dimensions that together stay below that
+    number, and the place among the leading ones.
 
-    Returns:
-      [...] uint32.
+    Attributes:
+      low: of the first word, one a dimension.
+      high: of the second word, one a dimension; all 0 if there is none.
     """
-    h = mix((index ^ seed[0]) + _GOLDEN)
-    if value_bits is not None:
-        h = h ^ (value_bits * _VALUE_FACTOR)
-    return mix((h ^ seed[1]) + _GOLDEN)
+
+    low: tuple[int, ...]
+    high: tuple[int, ...]
+
+    @property
+    def has_high(self) -> bool:
+        """Whether there is a second word."""
+        return any(self.high)
+
+    def batched(self) -> "Strides":
+        """Adds a leading dimension whose members have the same indices."""
+        return Strides((0, *self.low), (0, *self.high))
 
 
-def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Gives the distance in elements between neighbours along each dimension."""
-    return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
+def row_major_strides(shape: tuple[int, ...]) -> Strides:
+    """Gives the strides of elements counted in row-major order.
+
+    Raises:
+      ValueError: a dimension is longer than 2^32.
+    """
+    if any(size > 2**32 for size in shape):
+        raise ValueError(
+            f"`x` must have no dimension longer than 2**32, got shape {shape}. "
+            "Reshape it."
+        )
+    remaining = [math.prod(shape[d:]) for d in range(len(shape) + 1)]
+    first_low = next(d for d, number in enumerate(remaining) if number <= 2**32)
+    leading = math.prod(shape[:first_low])
+    low, high = [], []
+    for dimension, size in enumerate(shape):
+        leading //= max(size, 1) if dimension < first_low else 1
+        # Of a single element there is no neighbour.
+        is_low = dimension >= first_low and size > 1
+        low.append(remaining[dimension + 1] if is_low else 0)
+        is_high = dimension < first_low and size > 1
+        high.append(leading if is_high else 0)
+    return Strides(tuple(low), tuple(high))
 
 
 def element_index(shape: tuple[int, ...], strides: tuple[int, ...]) -> jax.Array:
@@ -65,16 +89,47 @@ def element_index(shape: tuple[int, ...], strides: tuple[int, ...]) -> jax.Array
 
     Args:
       shape: of the array.
-      strides: elements between neighbours along each dimension.
+      strides: one a dimension.
 
     Returns:
-      [*shape] uint32, modulo 2^32.
+      [*shape] uint32.
     """
     index = jnp.zeros(shape, jnp.uint32)
     for dimension, stride in enumerate(strides):
-        place = jax.lax.broadcasted_iota(jnp.uint32, shape, dimension)
-        index = index + place * np.uint32(stride & 0xFFFFFFFF)
+        if stride and shape[dimension] > 1:
+            place = jax.lax.broadcasted_iota(jnp.uint32, shape, dimension)
+            index = index + place * np.uint32(stride)
     return index
+
+
+def index_words(shape: tuple[int, ...], strides: Strides) -> tuple[jax.Array, ...]:
+    """Gives each element's index, as one or two [*shape] uint32 words."""
+    words = (strides.low, strides.high) if strides.has_high else (strides.low,)
+    return tuple(element_index(shape, word) for word in words)
+
+
+def random_bits(
+    seed: Sequence[jax.Array],
+    index: Sequence[jax.Array],
+    value_bits: jax.Array | None = None,
+) -> jax.Array:
+    """Draws 32 random bits an element.
+
+    Args:
+      seed: two uint32 scalars.
+      index: one or two [...] uint32 words: each element's place in the whole array.
+      value_bits: [...] uint32 or None. The element's own bit pattern, to tell apart
+        draws that have seed and index in common (the layers of a scanned stack).
+
+    Returns:
+      [...] uint32.
+    """
+    h = mix((index[0] ^ seed[0]) + _GOLDEN)
+    for word in index[1:]:
+        h = mix((h ^ word) + _GOLDEN)
+    if value_bits is not None:
+        h = h ^ (value_bits * _VALUE_FACTOR)
+    return mix((h ^ seed[1]) + _GOLDEN)
 
 
 def seed_from_key(key: jax.Array | int) -> jax.Array:

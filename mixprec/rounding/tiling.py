@@ -58,6 +58,7 @@ def tile(
     shape: tuple[int, ...],
     bytes_per_element: int,
     vmem_budget_bytes: int = VMEM_BUDGET_BYTES,
+    order: tuple[int, ...] | None = None,
 ) -> Tiling:
     """Chooses memory order and blocks for an elementwise kernel.
 
@@ -65,11 +66,12 @@ def tile(
       shape: of the array; no dimension may be 0.
       bytes_per_element: of all inputs and outputs together, for one element.
       vmem_budget_bytes: what the blocks may take, both buffers counted.
+      order: of dimensions; None for that in memory.
 
     Returns:
       A `Tiling` whose blocks cover the array; edge blocks may reach beyond it.
     """
-    order = memory_order(shape)
+    order = memory_order(shape) if order is None else order
     view_shape = _merge_leading(tuple(shape[d] for d in order))
     elements = max(1, vmem_budget_bytes // (2 * bytes_per_element))
     share = math.prod(_pad(view_shape)) // _MIN_STEPS

@@ -92,7 +92,7 @@ class Checkpointer:
         Args:
           state: at the step that the checkpoint is named after.
           data: the iterator, at the batch that comes next.
-          run: what `describes` compares on resuming; JSON values.
+          run: what `compare_runs` compares on resuming; JSON values.
           val_loss: ranks the checkpoint; None if not measured at this step.
         """
         self._manager.save(
@@ -165,28 +165,44 @@ class Checkpointer:
             )
 
 
-def check_same_run(saved: dict[str, Any], current: dict[str, Any], step: int) -> None:
-    """Raises if a run is not the one that saved a checkpoint.
+def compare_runs(
+    saved: dict[str, Any],
+    current: dict[str, Any],
+    step: int,
+    *,
+    fixed: tuple[str, ...],
+) -> list[str]:
+    """Tells what a run that resumes has changed.
 
     Args:
-      saved: the description in the checkpoint.
-      current: that of the run which wants to resume: nested dicts of JSON values.
+      saved: the description in the checkpoint: nested dicts of JSON values.
+      current: that of the run which resumes.
       step: of the checkpoint, for the message.
+      fixed: keys, and beginnings of dotted keys, that must not change.
+
+    Returns:
+      One line for each change: the key and both values.
 
     Raises:
-      ValueError: names what differs, and both values.
+      ValueError: a fixed key has changed.
     """
     before, now = _flatten(saved), _flatten(json.loads(json.dumps(current)))
-    different = [
-        f"{key} was {before.get(key)!r} and is {now.get(key)!r}"
+    changes = {
+        key: f"{key} was {before.get(key)!r} and is {now.get(key)!r}"
         for key in sorted(before.keys() | now.keys())
         if before.get(key) != now.get(key)
+    }
+    forbidden = [
+        change
+        for key, change in changes.items()
+        if any(f"{key}.".startswith(f"{beginning}.") for beginning in fixed)
     ]
-    if different:
+    if forbidden:
         raise ValueError(
             f"a resumed run must be the one that saved checkpoint {step}, but "
-            f"{'; '.join(different)}. Change it back, or choose another --workdir."
+            f"{'; '.join(forbidden)}. Change it back, or choose another --workdir."
         )
+    return list(changes.values())
 
 
 def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:

@@ -20,8 +20,9 @@ from mixprec.training import data as data_lib
 from mixprec.training import metrics, sample, state, step
 
 _CONFIG_FILE = "config.json"
-# A resumed run must agree on these with the run that saved the checkpoint.
-_FIXED_SECTIONS = ("model", "data", "seed")
+# A resumed run must agree on these with the run that saved the checkpoint; on the rest
+# of the config it may differ, and says so.
+_FIXED = ("config.model", "config.data", "config.seed", "data_fingerprint")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,8 +142,7 @@ def train(
         highlight=False,
     )
 
-    run = {section: config.resolved[section] for section in _FIXED_SECTIONS}
-    run["data_fingerprint"] = dataset.fingerprint
+    run = {"config": config.resolved, "data_fingerprint": dataset.fingerprint}
     with contextlib.closing(
         checkpoint_lib.Checkpointer(workdir, config.checkpoint)
     ) as checkpointer:
@@ -326,7 +326,9 @@ def _resume(
     saved_step = checkpointer.latest_step()
     if saved_step is None:
         return train_state
-    checkpoint_lib.check_same_run(checkpointer.restore_run(saved_step), run, saved_step)
+    changes = checkpoint_lib.compare_runs(
+        checkpointer.restore_run(saved_step), run, saved_step, fixed=_FIXED
+    )
     if saved_step > steps:
         raise ValueError(
             f"`steps` must be at least {saved_step}, that of the newest checkpoint, "
@@ -334,6 +336,8 @@ def _resume(
         )
     restored = checkpointer.restore(saved_step, train_state, batches)
     console.print(f"resuming after step {saved_step} of {steps}")
+    for change in changes:
+        console.print(f"changed since then: {change}", markup=False)
     return restored
 
 

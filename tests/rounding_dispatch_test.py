@@ -1,0 +1,311 @@
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import rounding_oracle as oracle
+import tpu
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import mixprec
+from mixprec.rounding import dispatch, formats
+
+KEY = jax.random.key(0)
+BACKENDS = ("xla", "pallas")
+SPECS = [
+    PartitionSpec("a", "b"),
+    PartitionSpec(("a", "b"), None),
+    PartitionSpec(None, ("b", "a")),
+    PartitionSpec("b"),
+]
+
+
+def normal(*shape):
+    return jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
+
+
+def words(x):
+    x = np.asarray(x)
+    return x.view(f"u{x.dtype.itemsize}")
+
+
+def round_stochastically(x, **options):
+    return mixprec.round_to(x, mode="stochastic", key=KEY, **options)
+
+
+# Gradients
+
+
+def gradient_of(backend, **options):
+    def loss(x, y):
+        rounded = mixprec.round_to(
+            x, mode="stochastic", key=KEY, backend=backend, **options
+        )
+        return jnp.sum(rounded.astype(jnp.float32) * y)
+
+    return jax.grad(loss)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "transform", [lambda f: f, jax.jit, jax.checkpoint, lambda f: jax.jit(jax.remat(f))]
+)
+def test_gradient_is_that_of_the_identity(transform, backend):
+    x, y = normal(5, 7), jnp.arange(35, dtype=jnp.float32).reshape(5, 7)
+    gradient = transform(gradient_of(backend, out_dtype=jnp.float32))(x, y)
+    np.testing.assert_array_equal(gradient, y)
+    # A cotangent of the result's dtype, bfloat16, holds these whole numbers exactly.
+    np.testing.assert_array_equal(transform(gradient_of(backend))(x, y), y)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_jvp_vjp_and_scan(backend):
+    x, t = normal(4, 6), normal(4, 6) * 2
+
+    def round_it(x):
+        return mixprec.round_bracket(x, out_dtype=jnp.float32, backend=backend)
+
+    (down, up), (down_t, up_t) = jax.jvp(round_it, (x,), (t,))
+    np.testing.assert_array_equal(down_t, t)
+    np.testing.assert_array_equal(up_t, t)
+    assert (abs(down) <= abs(x)).all()
+    assert (abs(up) >= abs(x)).all()
+    _, vjp = jax.vjp(round_it, x)
+    np.testing.assert_array_equal(vjp((t, t))[0], t + t)
+
+    def through_scan(x):
+        carry, _ = jax.lax.scan(lambda c, row: (c + round_it(row)[0], None), x[0], x)
+        return carry.sum()
+
+    np.testing.assert_array_equal(
+        jax.grad(through_scan)(x), jnp.ones_like(x).at[0].add(1.0)
+    )
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_vmap_gives_each_member_what_it_gets_alone(axis):
+    x = normal(4, 4, 4)
+    keys = jax.random.split(KEY, 4)
+
+    def one(x, key, backend):
+        return mixprec.round_to(x, mode="stochastic", key=key, backend=backend)
+
+    alone = [one(jnp.take(x, i, axis), key, "xla") for i, key in enumerate(keys)]
+    shared = [one(jnp.take(x, i, axis), keys[0], "xla") for i in range(4)]
+    for backend in BACKENDS:
+
+        def run(in_axes, x, keys, backend=backend):
+            mapped = jax.vmap(lambda x, key: one(x, key, backend), in_axes)
+            return words(mapped(x, keys))
+
+        np.testing.assert_array_equal(run((axis, 0), x, keys), words(jnp.stack(alone)))
+        np.testing.assert_array_equal(
+            run((axis, None), x, keys[0]), words(jnp.stack(shared))
+        )
+        many = run((None, 0), x[0], keys)
+        np.testing.assert_array_equal(many[2], words(one(x[0], keys[2], "xla")))
+        gradient = jax.vmap(
+            jax.grad(lambda x, b=backend: one(x, KEY, b).astype(jnp.float32).sum()),
+            axis,
+        )(x)
+        np.testing.assert_array_equal(gradient, jnp.ones((4, 4, 4)))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [f.dtype for f in formats.FORMATS])
+def test_other_gradients(dtype, backend):
+    largest = np.float32(formats.find_format(dtype).largest_value)
+    x = jnp.array([0, 1, -largest, largest, np.inf, -np.inf, np.nan], jnp.float32)
+    if dtype != "bfloat16":
+        x = x.at[1].set(largest * 2)
+    cotangents = jnp.arange(1, 8, dtype=jnp.float32)
+
+    def gradient(kind):
+        def loss(x):
+            rounded = mixprec.round_to(
+                x,
+                dtype,
+                mode="toward_zero",
+                out_dtype=jnp.float32,
+                gradient=kind,
+                backend=backend,
+            )
+            return jnp.vdot(rounded, cotangents)
+
+        return jax.jit(jax.grad(loss))(x).tolist()
+
+    within = [True, dtype == "bfloat16", True, True, False, False, False]
+    assert gradient("straight_through") == cotangents.tolist()
+    assert gradient("zero") == [0] * 7
+    assert gradient("clipped") == [
+        c if k else 0 for c, k in zip(cotangents, within, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float8_e5m2])
+def test_the_gradient_has_the_dtype_of_the_input(dtype):
+    x = normal(5).astype(dtype)
+    gradient = jax.grad(lambda x: round_stochastically(x).astype(jnp.float32).sum())(x)
+    assert gradient.dtype == dtype
+    assert gradient.astype(jnp.float32).tolist() == [1] * 5
+
+
+def test_an_axis_of_size_0_can_be_mapped():
+    for backend in BACKENDS:
+        found = jax.vmap(lambda x, b=backend: round_stochastically(x, backend=b))(
+            jnp.zeros((0, 4))
+        )
+        assert (found.shape, found.dtype) == ((0, 4), jnp.bfloat16)
+
+
+# Inputs
+
+
+@pytest.mark.parametrize("name", oracle.FORMATS)
+def test_narrow_inputs_are_widened_exactly(name):
+    to = formats.find_format(name)
+    patterns = np.arange(1 << to.bits, dtype=np.uint32).astype(to.pattern_dtype)
+    x = jnp.asarray(patterns.view(name))
+    found = np.asarray(jax.jit(dispatch.as_float32)(x))
+    nan = oracle.is_nan(patterns, name)
+    np.testing.assert_array_equal(np.isnan(found), nan)
+    np.testing.assert_array_equal(np.signbit(found), patterns >> (to.bits - 1) == 1)
+    with np.errstate(all="ignore"):
+        expected = patterns.view(name).astype(np.float32)
+    np.testing.assert_array_equal(found[~nan], expected[~nan])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_float64_is_rounded_once(backend):
+    just_above = [1 + 2.0**-40, 1 + 2.0**-8 + 2.0**-40, -1 - 2.0**-40, 1e300, 1e-320]
+    with jax.enable_x64(True):
+        x = jnp.array(just_above)
+        assert x.dtype == jnp.float64
+
+        def round_to(mode):
+            found = mixprec.round_to(x, mode=mode, backend=backend)
+            return np.asarray(found).astype(np.float64).tolist()
+
+        up, least = 1.0078125, 2.0**-133
+        assert round_to("away_from_zero") == [up, up, -up, np.inf, least]
+        # By way of float32 the second would be a tie, and go to 1.
+        assert round_to("nearest_even") == [1, up, -1, np.inf, 0]
+        assert round_to("toward_positive") == [up, up, -1, np.inf, least]
+        gradient = jax.grad(lambda x: mixprec.round_bracket(x)[0].astype(x.dtype).sum())
+        assert gradient(x).dtype == jnp.float64
+
+
+# Shards
+
+
+def place(x, spec, kind):
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(kind,) * 2)
+    return jax.device_put(x, NamedSharding(mesh, spec))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_shards_draw_what_the_whole_array_draws(spec, kind, backend):
+    x = normal(64, 96)
+    expected = words(round_stochastically(x))
+    placed = place(x, spec, kind)
+    found = round_stochastically(placed, backend=backend)
+    np.testing.assert_array_equal(words(found), expected)
+    assert found.sharding.is_equivalent_to(placed.sharding, 2)
+    # A tracer tells its sharding only in a mesh with explicit axes.
+    sharding = placed.sharding if kind == AxisType.Auto else None
+
+    @jax.jit
+    def jitted(x):
+        return round_stochastically(x, backend=backend, sharding=sharding)
+
+    compiled = jitted.lower(placed).compile()
+    np.testing.assert_array_equal(words(compiled(placed)), expected)
+    for collective in ("all-gather", "all-reduce", "all-to-all", "collective-permute"):
+        assert collective not in compiled.as_text()
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4, 8])
+def test_any_number_of_devices_draws_the_same(devices):
+    x = normal(3, 64, 40)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("a",))
+    placed = jax.device_put(x, NamedSharding(mesh, PartitionSpec(None, "a")))
+    for backend in BACKENDS:
+        found = round_stochastically(placed, backend=backend)
+        np.testing.assert_array_equal(words(found), words(round_stochastically(x)))
+
+
+def test_shards_in_a_batch_draw_what_each_member_draws():
+    x = normal(5, 64, 96)
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    sharding = NamedSharding(mesh, PartitionSpec("a", "b"))
+
+    def one(x):
+        return round_stochastically(x, backend="pallas", sharding=sharding)
+
+    found = words(jax.jit(jax.vmap(one))(x))
+    for member, expected in zip(found, x, strict=True):
+        np.testing.assert_array_equal(member, words(round_stochastically(expected)))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_inside_shard_map_each_shard_is_an_array_of_its_own(check_vma, caplog):
+    x = normal(64, 96)
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
+    spec = PartitionSpec("a")
+    dispatch._log_fallback.cache_clear()
+    for backend in BACKENDS:
+        run = jax.jit(
+            jax.shard_map(
+                jax.vmap(lambda x, b=backend: round_stochastically(x, backend=b)),
+                mesh=mesh,
+                in_specs=spec,
+                out_specs=spec,
+                check_vma=check_vma,
+            )
+        )
+        expected = words(jax.vmap(round_stochastically)(x))
+        with caplog.at_level(logging.WARNING):
+            np.testing.assert_array_equal(words(run(x)), expected)
+    fallbacks = [r for r in caplog.records if "interpreter" in r.getMessage()]
+    assert len(fallbacks) == check_vma
+
+
+def test_a_sharding_that_does_not_divide_is_refused():
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    for spec in (PartitionSpec(None, "b"), PartitionSpec("a", None, "b")):
+        with pytest.raises(ValueError, match="`sharding` must divide `x`, of shape"):
+            round_stochastically(
+                normal(4, 6), backend="pallas", sharding=NamedSharding(mesh, spec)
+            )
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_shards_compile_for_tpu_without_communication_or_copies(spec):
+    devices = np.array(tpu.topology("v5e:2x2").devices).reshape(2, 2)
+    mesh = jax.sharding.Mesh(devices, ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    sharding = NamedSharding(mesh, spec)
+    x = jax.ShapeDtypeStruct((4096, 8192), jnp.float32, sharding=sharding)
+
+    @jax.jit
+    def run(x):
+        return round_stochastically(x, backend="pallas", sharding=sharding)
+
+    compiled = run.lower(x).compile()
+    assert tpu.kernels(compiled) == 1
+    assert tpu.moves(compiled, sharding.shard_shape(x.shape)) == []
+    for collective in ("all-gather", "all-reduce", "all-to-all", "collective-permute"):
+        assert collective not in compiled.as_text()
+
+
+# Platforms
+
+
+def test_pallas_is_refused_where_it_cannot_be_had(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with pytest.raises(ValueError, match='on this platform .gpu., got "pallas"'):
+        dispatch.choose_backend("pallas")
+    assert dispatch.choose_backend("auto") == "xla"
