@@ -264,3 +264,13 @@ def test_float64_is_refused_where_jax_would_make_it_float32_first():
         ):
             mixprec.round_bracket(x)
     assert mixprec.round_to(1.001, mode="toward_zero") == 1  # no array of any dtype
+
+
+def test_round_down_and_up_refuses_what_is_no_single_kernel():
+    for shape in ((), (0,), (3, 0)):
+        with pytest.raises(
+            ValueError, match="`x` must have a dimension, and none of 0"
+        ):
+            mixprec.round_down_and_up(jnp.zeros(shape))
+    with pytest.raises(TypeError, match="`x` must be float32, got bfloat16"):
+        mixprec.round_down_and_up(jnp.zeros(3, jnp.bfloat16))

@@ -1,4 +1,5 @@
 import logging
+import re
 
 import jax
 import jax.numpy as jnp
@@ -299,6 +300,46 @@ def test_shards_compile_for_tpu_without_communication_or_copies(spec):
     assert tpu.moves(compiled, sharding.shard_shape(x.shape)) == []
     for collective in ("all-gather", "all-reduce", "all-to-all", "collective-permute"):
         assert collective not in compiled.as_text()
+
+
+# The kernel alone
+
+BARE = [
+    (7,),
+    (5000,),
+    (37, 300),
+    (3, 5, 7),
+    (50, 8, 128),
+    (2, 3, 4, 5),
+    (2, 3, 1, 5, 7),
+]
+
+
+@pytest.mark.parametrize("shape", BARE, ids=str)
+def test_round_down_and_up_gives_the_bracket(shape):
+    x = normal(*shape)
+    down, up = mixprec.round_down_and_up(x)
+    expected = mixprec.round_bracket(x, out_dtype=jnp.float32, backend="xla")
+    np.testing.assert_array_equal(words(down), words(expected[0]))
+    np.testing.assert_array_equal(words(up), words(expected[1]))
+    gradient = jax.grad(lambda x: sum(y.sum() for y in mixprec.round_down_and_up(x)))
+    np.testing.assert_array_equal(gradient(x), jnp.full(shape, 2.0))
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.parametrize("shape", [*BARE, (2048, 4096), (8000, 4097)], ids=str)
+def test_round_down_and_up_is_one_kernel_and_nothing_else(shape):
+    x = jax.ShapeDtypeStruct(shape, jnp.float32)
+    function = jax.jit(mixprec.round_down_and_up)
+    for generation in ("v4:2x2x1", "v5e:2x2", "tpu7x:2x2x1"):
+        with tpu.on_device(generation):
+            lowered = function.trace(x).lower(lowering_platforms=("tpu",))
+        operations = re.findall(
+            r"^ *(?:%\S+ = )?\"?([a-z]+\.?\w*)", lowered.as_text(), re.M
+        )
+        assert operations == ["module", "func.func", "stablehlo.custom_call", "return"]
+        assert "@tpu_custom_call(%arg0)" in lowered.as_text()
+        assert tpu.kernels(tpu.compile_for(generation, function, x)) == 1
 
 
 # Platforms

@@ -24,8 +24,8 @@ def abstract(tree, name):
     )
 
 
-def compile_for(name, function, *arguments):
-    """Compiles a jitted `function` for one device of the topology."""
+def on_device(name):
+    """Gives a context in which kernels are lowered for one device of the topology."""
     # A private class, since JAX has no public way to say for which device a kernel is
     # lowered when that device is not present.
     from jax._src.mesh import AbstractDevice
@@ -35,7 +35,12 @@ def compile_for(name, function, *arguments):
         device_kind=device.device_kind, num_cores=device.num_cores, platform="tpu"
     )
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=kind)
-    with jax.sharding.use_abstract_mesh(mesh):
+    return jax.sharding.use_abstract_mesh(mesh)
+
+
+def compile_for(name, function, *arguments):
+    """Compiles a jitted `function` for one device of the topology."""
+    with on_device(name):
         lowered = function.lower(*abstract(arguments, name))
     return lowered.compile()
 

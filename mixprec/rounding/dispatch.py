@@ -6,11 +6,14 @@ round_seeded -> gradient -> XLA operations, or the kernel
 
 import functools
 import logging
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
+from jax.interpreters import mlir
 
 from mixprec.rounding import bits as bits_lib
 from mixprec.rounding import formats, pallas, random
@@ -173,6 +176,75 @@ def _in_xla(
 # The kernel
 
 
+def _by_platform(
+    name: str, *, cpu: Callable[..., Any], tpu: Callable[..., Any]
+) -> jax.extend.core.Primitive:
+    """Makes a primitive that is lowered to one function or another.
+
+    A primitive is told the platform when it is lowered. `lax.platform_dependent` would
+    leave a conditional around the kernel.
+
+    Args:
+      name: of the primitive.
+      cpu: takes arrays, the first of which has the shape of the results, and `rounding`
+        among its keywords.
+      tpu: the same.
+    """
+    primitive = jax.extend.core.Primitive(name)
+    primitive.multiple_results = True
+
+    @primitive.def_abstract_eval
+    def result_types(x: Any, *others: Any, rounding: Rounding, **options: Any) -> Any:
+        result_type = x.update(dtype=rounding.out_dtype, weak_type=False)
+        return [result_type] * len(rounding.modes)
+
+    @primitive.def_impl
+    def run(*args: Any, **options: Any) -> Any:
+        return jax.jit(functools.partial(primitive.bind, **options))(*args)
+
+    for platform, function in (("cpu", cpu), ("tpu", tpu)):
+        rule = mlir.lower_fun(function, multiple_results=True)
+        mlir.register_lowering(primitive, rule, platform=platform)
+    return primitive
+
+
+def _interpret(
+    x: jax.Array,
+    words: jax.Array | None = None,
+    *,
+    rounding: Rounding,
+    strides: random.Strides,
+) -> tuple[jax.Array, ...]:
+    if jax.typeof(x).manual_axis_type.varying:
+        _log_fallback()
+        seed = None if words is None else words[:2]
+        return _in_xla(x, seed, rounding, strides)
+    return pallas.round_pallas(
+        x, words, rounding=rounding, strides=strides, interpret=True
+    )
+
+
+@functools.cache
+def _log_fallback() -> None:
+    logging.getLogger(__name__).warning(
+        'backend "pallas" on a CPU, inside shard_map with check_vma=True: Pallas\'s '
+        "interpreter does not know of it, so XLA operations are taken. Their results "
+        "are the same bits."
+    )
+
+
+_kernel = _by_platform(
+    "mixprec_round",
+    cpu=_interpret,
+    tpu=functools.partial(pallas.round_pallas, interpret=False),
+)
+_bare_kernel = _by_platform(
+    "mixprec_round_bare",
+    cpu=functools.partial(pallas.round_pallas_bare, interpret=True),
+    tpu=functools.partial(pallas.round_pallas_bare, interpret=False),
+)
+
+
 @functools.cache
 def _in_kernel(
     rounding: Rounding,
@@ -185,7 +257,7 @@ def _in_kernel(
     still, so that each member draws what it draws alone, as on the XLA path.
     """
     if sharding is None:
-        function = functools.partial(_by_platform, rounding=rounding, strides=strides)
+        function = functools.partial(_run, rounding=rounding, strides=strides)
     else:
         function = functools.partial(
             _on_shards, rounding=rounding, strides=strides, sharding=sharding
@@ -211,58 +283,21 @@ def _in_kernel(
     return batchable
 
 
-def _by_platform(
+def _run(
     x: jax.Array,
     words: jax.Array | None,
     *,
     rounding: Rounding,
     strides: random.Strides,
 ) -> tuple[jax.Array, ...]:
-    call = functools.partial(pallas.round_pallas, rounding=rounding, strides=strides)
-    interpreted = functools.partial(call, interpret=True)
-    if jax.typeof(x).manual_axis_type.varying:
-        interpreted = functools.partial(
-            _in_place_of_interpreter, rounding=rounding, strides=strides
-        )
-    return jax.lax.platform_dependent(
-        x,
-        words,
-        cpu=interpreted,
-        tpu=functools.partial(call, interpret=False),
-    )
-
-
-def _in_place_of_interpreter(
-    x: jax.Array,
-    words: jax.Array | None,
-    *,
-    rounding: Rounding,
-    strides: random.Strides,
-) -> tuple[jax.Array, ...]:
-    """Rounds by XLA operations where the interpreter fails: under `check_vma`."""
-    _log_fallback()
-    seed = None if words is None else words[:2]
-    return _in_xla(x, seed, rounding, strides)
-
-
-@functools.cache
-def _log_fallback() -> None:
-    logging.getLogger(__name__).warning(
-        'backend "pallas" on a CPU, inside shard_map with check_vma=True: Pallas\'s '
-        "interpreter does not know of it, so XLA operations are taken. Their results "
-        "are the same bits."
-    )
+    arguments = [x] if words is None else [x, words]
+    return tuple(_kernel.bind(*arguments, rounding=rounding, strides=strides))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def round_bare(x: jax.Array, rounding: Rounding) -> tuple[jax.Array, ...]:
     """Rounds by `pallas.round_pallas_bare`, with the straight-through gradient."""
-    call = functools.partial(pallas.round_pallas_bare, rounding=rounding)
-    return jax.lax.platform_dependent(
-        x,
-        cpu=functools.partial(call, interpret=True),
-        tpu=functools.partial(call, interpret=False),
-    )
+    return tuple(_bare_kernel.bind(x, rounding=rounding))
 
 
 @round_bare.defjvp
@@ -297,7 +332,7 @@ def _on_shards(
                     by_word = [strides.low[dimension], strides.high[dimension]]
                     first = first + start * np.array(by_word, np.uint32)
             words = words + jnp.concatenate([jnp.zeros(2, jnp.uint32), first])
-        return _by_platform(x, words, rounding=rounding, strides=strides)
+        return _run(x, words, rounding=rounding, strides=strides)
 
     spec = jax.sharding.PartitionSpec(*parts)
     return jax.shard_map(

@@ -45,7 +45,7 @@ _FLOPS_PER_HASH = 16
 
 def round_pallas(
     x: jax.Array,
-    words: jax.Array | None,
+    words: jax.Array | None = None,
     *,
     rounding: Rounding,
     strides: random.Strides,
@@ -244,13 +244,14 @@ def _kernel(
 ) -> None:
     """Rounds one block, of rank 1 to 3: reads `x_ref`, writes a ref for each mode."""
     words_ref, (x_ref, *out_refs) = (refs[0], refs[1:]) if has_words else (None, refs)
+    # Not inside the loop, where the interpreter does not know it.
+    block = [pl.program_id(d) * n for d, n in enumerate(x_ref.shape)] if index else []
 
     def round_strip(window: tuple[Any, ...], *place_in_block: Any) -> None:
         bits = bits_lib.from_float32(x_ref[window])
         random_bits = None
         if words_ref is not None:
             assert index is not None
-            block = [pl.program_id(d) * n for d, n in enumerate(x_ref.shape)]
             starts = [a + b for a, b in zip(block, place_in_block, strict=True)]
             random_bits = random.random_bits(
                 (words_ref[0], words_ref[1]),
@@ -265,12 +266,12 @@ def _kernel(
         round_strip((...,), 0)
         return
 
-    *depth, rows, _ = x_ref.shape
+    *depth, rows = x_ref.shape[:-1]
     strip_rows = _STRIP_ROWS if rows % _STRIP_ROWS == 0 else rows
     strips = rows // strip_rows
 
     @pl.loop(0, math.prod(depth) * strips)
-    def _(step: jax.Array) -> None:
+    def round_rows(step: jax.Array) -> None:
         leading = [step // strips] if depth else []
         row = pl.multiple_of(
             step % strips * strip_rows, math.gcd(strip_rows, _STRIP_ROWS)
