@@ -38,9 +38,9 @@ class Table:
     """Of one format.
 
     Attributes:
-      numbers: [largest + 2] int64, float32 patterns of the format's magnitudes in
+      numbers: [largest + 2] int32, float32 patterns of the format's magnitudes in
         order, and of the one that would follow the largest if there were one.
-      middles: [largest + 1] int64, of the middles between neighbours.
+      middles: [largest + 1] int32, of the middles between neighbours.
       bits: width of the format.
       mantissa_bits: of the format.
     """
@@ -69,8 +69,8 @@ def table(name):
     values = [times_2_to_150(pattern) for pattern in range(largest + 2)]
     middles = [(a + b) // 2 for a, b in itertools.pairwise(values)]
     return Table(
-        numbers=np.array([_float32_pattern(v) for v in values], np.int64),
-        middles=np.array([_float32_pattern(v) for v in middles], np.int64),
+        numbers=np.array([_float32_pattern(v) for v in values], np.int32),
+        middles=np.array([_float32_pattern(v) for v in middles], np.int32),
         bits=1 + exponent_bits + mantissa_bits,
         mantissa_bits=mantissa_bits,
     )
@@ -87,13 +87,35 @@ def _float32_pattern(times_2_to_150):
 
 
 def neighbours(magnitudes, name):
-    """Gives the patterns (without sign) around finite float32 magnitudes, [n] int64."""
-    numbers = table(name).numbers
-    down = np.searchsorted(numbers[:-1], magnitudes, side="right") - 1
-    return down, np.where(numbers[down] == magnitudes, down, down + 1)
+    """Gives the patterns (without sign) around finite float32 magnitudes, [n] int32."""
+    place = locate(magnitudes, name)
+    return place.down, place.down + (place.number != magnitudes)
 
 
-def round_patterns(bits, name, mode, *, saturate=False, down=None):
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where float32 magnitudes lie among those of a format.
+
+    Attributes:
+      down: [n], the pattern of the largest number that is not larger.
+      number: [n], the float32 pattern of that number.
+      middle: [n], the float32 pattern of the middle between it and the next.
+    """
+
+    down: np.ndarray
+    number: np.ndarray
+    middle: np.ndarray
+
+
+def locate(magnitudes, name):
+    """Searches for float32 magnitudes; what is not finite counts as the largest."""
+    numbers, middles = table(name).numbers, table(name).middles
+    finite = np.minimum(magnitudes, _INFINITY - 1)
+    down = np.searchsorted(numbers[:-1], finite, side="right").astype(np.int32) - 1
+    return Place(down, numbers[down], middles[down])
+
+
+def round_patterns(bits, name, mode, *, saturate=False, place=None):
     """Rounds float32 patterns.
 
     Args:
@@ -101,39 +123,40 @@ def round_patterns(bits, name, mode, *, saturate=False, down=None):
       name: of the format.
       mode: one of `DETERMINISTIC`.
       saturate: whether finite numbers beyond the largest become that one.
-      down: [n] int64, the lower neighbours, if they are known already.
+      place: of the magnitudes, if it is known already.
 
     Returns:
-      [n] int64, patterns; for NaN the quiet one of the same sign without payload.
+      [n] int32, patterns; for NaN the quiet one of the same sign without payload.
     """
-    numbers, middles = table(name).numbers, table(name).middles
-    bits = np.asarray(bits, np.uint32).astype(np.int64)
-    negative, magnitudes = bits >> 31 == 1, bits & 0x7FFFFFFF
-    if down is None:
-        down, _ = neighbours(np.minimum(magnitudes, _INFINITY - 1), name)
-    odd = down % 2 == 1
-    middle = middles[down]
+    bits = np.asarray(bits, np.uint32)
+    negative = bits >> 31 == 1
+    magnitudes = (bits & 0x7FFFFFFF).astype(np.int32)
+    if place is None:
+        place = locate(magnitudes, name)
+    odd = place.down % 2 == 1
     take_up = {
-        "nearest_even": lambda: (magnitudes > middle) | ((magnitudes == middle) & odd),
-        "nearest_away": lambda: magnitudes >= middle,
+        "nearest_even": lambda: (
+            (magnitudes > place.middle) | ((magnitudes == place.middle) & odd)
+        ),
+        "nearest_away": lambda: magnitudes >= place.middle,
         "toward_zero": lambda: np.zeros_like(odd),
         "away_from_zero": lambda: np.ones_like(odd),
         "toward_positive": lambda: ~negative,
         "toward_negative": lambda: negative,
         "to_odd": lambda: ~odd,
     }[mode]()
-    result = down + (take_up & (magnitudes != numbers[down]))
+    result = place.down + (take_up & (magnitudes != place.number))
     if saturate or mode == "to_odd":
         result = np.minimum(result, table(name).largest)
     result = np.where(magnitudes == _INFINITY, table(name).largest + 1, result)
     quiet = (table(name).largest + 1) | (1 << (table(name).mantissa_bits - 1))
     result = np.where(magnitudes > _INFINITY, quiet, result)
-    return result | (negative.astype(np.int64) << (table(name).bits - 1))
+    return result | (negative.astype(np.int32) << (table(name).bits - 1))
 
 
 def is_nan(patterns, name):
     """Tells which patterns are NaN."""
-    magnitudes = np.asarray(patterns, np.int64) & ((1 << (table(name).bits - 1)) - 1)
+    magnitudes = np.asarray(patterns, np.int32) & ((1 << (table(name).bits - 1)) - 1)
     first = table(name).largest + 1
     return magnitudes > first if name != "float8_e4m3fn" else magnitudes == first
 

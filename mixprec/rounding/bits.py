@@ -224,7 +224,8 @@ def round_bits(
         pattern = _lesser(pattern, np.uint32(to.largest))
     quiet = np.uint32(1 << (to.mantissa_bits - 1))
     payload = (magnitude & _MANTISSA) >> np.uint32(fraction_bits)
-    pattern = jnp.where(magnitude == _INFINITY, overflowed, pattern)
+    if not to.has_float32_exponents or saturate or mode == modes.NEXT:
+        pattern = jnp.where(magnitude == _INFINITY, overflowed, pattern)
     pattern = jnp.where(magnitude > _INFINITY, overflowed | quiet | payload, pattern)
     return pattern | (sign >> np.uint32(32 - to.bits))
 

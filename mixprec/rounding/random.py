@@ -5,9 +5,11 @@ its own position, so the bits are the same for any block shape, mesh or backend,
 hash fuses into whatever reads it. The Pallas kernel and the XLA path call the same
 code.
 
-The mixing function is `lowbias32` (Chris Wellons, "Prospecting for Hash Functions",
-2018; two multiplications, three shifts, a bijection of the 32-bit words), applied once
-a seed word, so that neither word alone shows through.
+The index is multiplied by an odd number and folded (a Weyl sequence), then mixed by
+`lowbias32` (Chris Wellons, "Prospecting for Hash Functions", 2018; two multiplications,
+three shifts, a bijection of the 32-bit words). One seed word goes in before each. With
+`lowbias32` alone, pairs of neighbours are not uniform; with another one in front, more
+operations buy nothing that the tests can see (docs/rounding.md has both figures).
 """
 
 import hashlib
@@ -19,8 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# 2^32 divided by the golden ratio. It keeps the all-zero seed and index away from 0,
-# the fixed point of the mixing function.
+# 2^32 divided by the golden ratio, which is odd. It keeps the all-zero seed and index
+# away from 0, the fixed point of the mixing function.
 _GOLDEN = np.uint32(0x9E3779B9)
 _VALUE_FACTOR = np.uint32(0x85EBCA6B)  # odd, so multiplying by it loses nothing
 
@@ -116,7 +118,7 @@ def random_bits(
     """Draws 32 random bits an element.
 
     Args:
-      seed: two uint32 scalars.
+      seed: two uint32 scalars, themselves hashed, as `fold_words` gives them.
       index: one or two [...] uint32 words: each element's place in the whole array.
       value_bits: [...] uint32 or None. The element's own bit pattern, to tell apart
         draws that have seed and index in common (the layers of a scanned stack).
@@ -124,7 +126,8 @@ def random_bits(
     Returns:
       [...] uint32.
     """
-    h = mix((index[0] ^ seed[0]) + _GOLDEN)
+    h = (index[0] ^ seed[0]) * _GOLDEN
+    h = h ^ (h >> np.uint32(15))
     for word in index[1:]:
         h = mix((h ^ word) + _GOLDEN)
     if value_bits is not None:
