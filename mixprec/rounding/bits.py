@@ -220,11 +220,12 @@ def round_bits(
     if place.is_longer is not None and mode != "stochastic":
         placed = placed | place.is_longer.astype(jnp.uint32)
     pattern = (placed + added) >> np.uint32(fraction_bits)
-    if saturate or mode == "to_odd":
+    is_bounded = saturate or mode == "to_odd"
+    if is_bounded:
         pattern = _lesser(pattern, np.uint32(to.largest))
     quiet = np.uint32(1 << (to.mantissa_bits - 1))
     payload = (magnitude & _MANTISSA) >> np.uint32(fraction_bits)
-    if not to.has_float32_exponents or saturate or mode == modes.NEXT:
+    if is_bounded or mode == modes.NEXT or not to.has_float32_exponents:
         pattern = jnp.where(magnitude == _INFINITY, overflowed, pattern)
     pattern = jnp.where(magnitude > _INFINITY, overflowed | quiet | payload, pattern)
     return pattern | (sign >> np.uint32(32 - to.bits))
