@@ -6,13 +6,25 @@ ARGS ?=
 
 RUN := $(VENV)/bin
 
-.PHONY: setup train test check clean
+.PHONY: setup train test exhaustive bench-rounding bench-rounding-tpu check clean
 
 train: setup
 	$(RUN)/python train.py --config $(CONFIG) $(ARGS)
 
 test: setup
 	$(RUN)/python -m pytest -n 2 $(ARGS)
+
+# Every float32 in every deterministic mode; ARGS="--dtype float16 ..." for others.
+exhaustive: setup
+	PYTHONPATH=.:tests $(RUN)/python tests/exhaustive.py $(ARGS)
+
+# Speed on this machine, in ratios.
+bench-rounding: setup
+	$(RUN)/python benchmarks/rounding_speed.py $(ARGS)
+
+# What the TPU's compiler makes of it; no TPU is needed.
+bench-rounding-tpu: setup
+	PYTHONPATH=tests $(RUN)/python benchmarks/rounding_tpu.py $(ARGS)
 
 # Formatting, lint and types.
 check: setup
