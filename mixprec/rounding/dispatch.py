@@ -62,11 +62,12 @@ def choose_backend(backend: str) -> str:
     """Gives the backend to use: "pallas" or "xla".
 
     "auto" is "xla" on every platform. XLA fuses the bit operations into whatever
-    produces or reads the value and partitions them over a mesh; compiled for TPU v5e
-    and v6e it reads and writes the least bytes possible for a rounding alone (6 an
-    element), and none for one that feeds a product, where a separate kernel writes its
-    copy to memory and reads it back. The kernel is for those who want the rounded copy
-    to be a separate array made in one pass.
+    produces or reads the value and partitions them over a mesh. Compiled for TPUs, both
+    read and write the least bytes possible for a rounding alone; in front of a product
+    the operations cost nothing on v4, v5e and v5p, where a separate kernel writes its
+    copy to memory and reads it back (figures, also for v6e, in docs/rounding.md). The
+    kernel is for those who want the rounded copy to be a separate array made in one
+    pass.
 
     Raises:
       ValueError: unknown name, or "pallas" on a platform without a lowering.

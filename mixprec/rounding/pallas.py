@@ -17,8 +17,8 @@ the TPU is a grid of (8, 128) tiles of two of its dimensions, and flattening cop
 
 Limits: edge blocks reach beyond the array and compute on unspecified values there,
 which is harmless for an elementwise kernel whose excess writes are dropped. The kernel
-is compiled for TPUs and interpreted on CPUs. It cannot be partitioned by XLA; on
-several devices call it on local shards, inside `shard_map`.
+is compiled for TPUs and interpreted on CPUs. XLA cannot partition it; on several
+devices `dispatch` runs it on each shard, where the sharding is known.
 """
 
 import functools
