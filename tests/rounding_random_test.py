@@ -47,7 +47,7 @@ def test_bits_are_those_of_the_formula():
     assert draw(n=5).tolist() == expected
 
 
-# Statistics: of about 10,000 scores in a battery, 1 in 2,500 batteries exceeds this.
+# Statistics: of 7,000 scores in a battery, 1 in 3,700 batteries exceeds this by chance.
 LIMIT = 5.5
 
 
