@@ -118,8 +118,10 @@ def position(magnitude: jax.Array, to: Format) -> Position:
 
 
 def _lesser(a: jax.Array, b: np.uint32) -> jax.Array:
+    """Gives the lesser of integers below 2^31."""
     # The TPU's kernels know no minimum of unsigned integers.
-    return jnp.where(a < b, a, b)
+    least = jnp.minimum(a.astype(jnp.int32), np.int32(b))
+    return least.astype(jnp.uint32)
 
 
 def increment(

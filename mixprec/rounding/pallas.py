@@ -263,7 +263,17 @@ def _kernel(
             out_ref[window] = _stored(patterns, rounding, out_ref.dtype)
 
     if x_ref.ndim == 1:
-        round_strip((...,), 0)
+        (length,) = x_ref.shape
+        strip = tiling.STRIP_ELEMENTS
+        if length % strip:  # an array of one small block
+            round_strip((...,), 0)
+            return
+
+        @pl.loop(0, length // strip)
+        def round_elements(step: jax.Array) -> None:
+            start = pl.multiple_of(step * strip, strip)
+            round_strip((pl.ds(start, strip),), start)
+
         return
 
     *depth, rows = x_ref.shape[:-1]

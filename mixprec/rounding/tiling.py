@@ -19,6 +19,8 @@ import math
 _LANES = 128
 _SUBLANES = 16  # of a block with two-byte elements; those of four bytes need 8
 _VECTOR = 8 * _LANES
+# What a kernel works on at once, of a block of rank 1 that is larger: eight vectors.
+STRIP_ELEMENTS = 8 * _VECTOR
 
 # Half of the smallest default limit among the generations (16 MiB), for all blocks in
 # both buffers; the other half is for the compiler's temporaries.
@@ -118,7 +120,8 @@ def _block_shape(view_shape: tuple[int, ...], elements: int) -> tuple[int, ...]:
     """Gives the largest block of whole vectors with about `elements` elements."""
     if len(view_shape) == 1:
         (length,) = view_shape
-        return (min(length, max(_VECTOR, elements // _VECTOR * _VECTOR)),)
+        unit = STRIP_ELEMENTS if elements >= STRIP_ELEMENTS else _VECTOR
+        return (min(length, max(unit, elements // unit * unit)),)
     depth, rows, columns = view_shape
     _, padded_rows, padded_columns = _pad(view_shape)
     fewest_rows = min(_SUBLANES, padded_rows)
