@@ -135,8 +135,9 @@ def main() -> None:
         "--elements", type=int, nargs="+", default=[1 << 16, 1 << 20, 1 << 24]
     )
     sizes = parser.parse_args().elements
-    there = {name: function for name, function in peers().items() if function}
-    absent = sorted(peers().keys() - there.keys())
+    known = peers()
+    there = {name: function for name, function in known.items() if function}
+    absent = sorted(known.keys() - there.keys())
     columns = []
     with rich.progress.Progress(transient=True) as progress:
         task = progress.add_task("turns", total=2 * len(sizes) * (_TURNS + 1))

@@ -231,17 +231,16 @@ def make_rounding(
 
 def as_rounding_input(x: Any) -> jax.Array:
     """Gives `x` as an array; raises TypeError if it cannot be rounded."""
+    narrow = [format_.dtype for format_ in formats.FORMATS]
     given = getattr(x, "dtype", None)
     if given != np.float64 or jax.config.read("jax_enable_x64"):
         x = jnp.asarray(x)
         given = x.dtype
-        allowed = {jnp.float32, jnp.float64, *(f.dtype for f in formats.FORMATS)}
-        if any(given == dtype for dtype in allowed):
+        if given.name in ("float32", "float64", *narrow):
             return x
-    names = ", ".join(f.dtype for f in formats.FORMATS)
     raise TypeError(
-        f"`x` must be float32, {names} or, with jax_enable_x64, float64, got {given}. "
-        "Convert it to float32 first, knowing that this may round."
+        f"`x` must be float32, {', '.join(narrow)} or, with jax_enable_x64, float64, "
+        f"got {given}. Convert it to float32 first, knowing that this may round."
     )
 
 

@@ -93,7 +93,6 @@ def position(magnitude: jax.Array, to: Format) -> Position:
     """
     if to.has_float32_exponents:
         return Position(magnitude)
-    rebase = np.uint32((formats.EXPONENT_BIAS - to.bias) << formats.MANTISSA_BITS)
     exponent = magnitude >> np.uint32(formats.MANTISSA_BITS)
     mantissa = magnitude & _MANTISSA
     significand = jnp.where(exponent == _ZERO, mantissa, mantissa | _IMPLIED_BIT)
@@ -111,7 +110,7 @@ def position(magnitude: jax.Array, to: Format) -> Position:
     right = _lesser(shift - _lesser(shift, width), _LARGEST_SHIFT)
     rest = jnp.where(shift <= width, to_left, lost >> right)
     return Position(
-        jnp.where(is_normal, magnitude - rebase, subnormal),
+        jnp.where(is_normal, magnitude - np.uint32(to.rebase), subnormal),
         rest & np.uint32((1 << int(width)) - 1),
         lost != _ZERO,
     )
@@ -320,8 +319,7 @@ def widen(patterns: jax.Array, to: Format) -> jax.Array:
         return patterns << dropped
     sign = (patterns >> np.uint32(to.bits - 1)) << np.uint32(31)
     magnitude = patterns & np.uint32((1 << (to.bits - 1)) - 1)
-    rebase = np.uint32((formats.EXPONENT_BIAS - to.bias) << formats.MANTISSA_BITS)
-    normal = (magnitude << dropped) + rebase
+    normal = (magnitude << dropped) + np.uint32(to.rebase)
     # A subnormal is a whole number of the smallest one; float32 holds it as a normal.
     count = magnitude.astype(jnp.int32).astype(jnp.float32)
     scale = np.uint32((to.bias + to.mantissa_bits - 1) << formats.MANTISSA_BITS)

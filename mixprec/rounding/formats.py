@@ -44,6 +44,11 @@ class Format:
         return MANTISSA_BITS - self.mantissa_bits
 
     @property
+    def rebase(self) -> int:
+        """What a float32 pattern loses when its exponent gets the format's bias."""
+        return (EXPONENT_BIAS - self.bias) << MANTISSA_BITS
+
+    @property
     def largest(self) -> int:
         """Pattern of the largest finite number."""
         top = ((1 << self.exponent_bits) - 1) << self.mantissa_bits

@@ -80,8 +80,7 @@ def round_pallas(
         functools.partial(
             _kernel,
             rounding=rounding,
-            index=_BlockIndex(x.shape, strides, tiles),
-            has_words=words is not None,
+            index=None if words is None else _BlockIndex(x.shape, strides, tiles),
         ),
         rounding=rounding,
         stored_dtype=rounding.to.pattern_dtype if as_patterns else dtype,
@@ -124,7 +123,7 @@ def round_pallas_bare(
         None,
         pl.BlockSpec((pl.squeezed,) * len(outer) + block_shape, lambda *step: step),
         outer + steps,
-        functools.partial(_kernel, rounding=rounding, index=None, has_words=False),
+        functools.partial(_kernel, rounding=rounding, index=None),
         rounding=rounding,
         stored_dtype=rounding.out_dtype,
         interpret=interpret,
@@ -239,19 +238,19 @@ class _IndexWord:
         return random.element_index(shape, self._inner_strides) + offset
 
 
-def _kernel(
-    *refs: Any, rounding: Rounding, index: _BlockIndex | None, has_words: bool
-) -> None:
-    """Rounds one block, of rank 1 to 3: reads `x_ref`, writes a ref for each mode."""
-    words_ref, (x_ref, *out_refs) = (refs[0], refs[1:]) if has_words else (None, refs)
+def _kernel(*refs: Any, rounding: Rounding, index: _BlockIndex | None) -> None:
+    """Rounds one block, of rank 1 to 3: reads `x_ref`, writes a ref for each mode.
+
+    Before `x_ref` stand the words of seed and index, if there is an index.
+    """
+    words_ref, (x_ref, *out_refs) = (refs[0], refs[1:]) if index else (None, refs)
     # Not inside the loop, where the interpreter does not know it.
     block = [pl.program_id(d) * n for d, n in enumerate(x_ref.shape)] if index else []
 
     def round_strip(window: tuple[Any, ...], *place_in_block: Any) -> None:
         bits = bits_lib.from_float32(x_ref[window])
         random_bits = None
-        if words_ref is not None:
-            assert index is not None
+        if index and words_ref is not None:
             starts = [a + b for a, b in zip(block, place_in_block, strict=True)]
             random_bits = random.random_bits(
                 (words_ref[0], words_ref[1]),
