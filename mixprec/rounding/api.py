@@ -1,6 +1,5 @@
 """`round_to`, `round_bracket` and `round_down_and_up`: what users call, and checks."""
 
-import difflib
 from typing import Any, Literal
 
 import jax
@@ -103,7 +102,7 @@ def round_to(
     rounding = make_rounding(
         dtype, (mode,), overflow=overflow, out_dtype=out_dtype, random_bits=random_bits
     )
-    check_choice("gradient", gradient, dispatch.GRADIENTS)
+    modes_lib.check_choice("gradient", gradient, dispatch.GRADIENTS)
     (rounded,) = dispatch.round_seeded(
         as_rounding_input(x),
         rounding,
@@ -147,8 +146,8 @@ def round_bracket(
     Raises:
       TypeError, ValueError: as for `round_to`.
     """
-    check_choice("exact", exact, EXACTS)
-    check_choice("gradient", gradient, dispatch.GRADIENTS)
+    modes_lib.check_choice("exact", exact, EXACTS)
+    modes_lib.check_choice("gradient", gradient, dispatch.GRADIENTS)
     up_mode = modes_lib.NEXT if exact == "next" else "away_from_zero"
     rounding = make_rounding(
         dtype, ("toward_zero", up_mode), overflow=overflow, out_dtype=out_dtype
@@ -212,7 +211,7 @@ def make_rounding(
 ) -> Rounding:
     """Checks arguments as `round_to` documents them, and gives what they describe."""
     to = formats.find_format(dtype)
-    check_choice("overflow", overflow, OVERFLOWS)
+    modes_lib.check_choice("overflow", overflow, OVERFLOWS)
     chosen = jnp.dtype(to.dtype if out_dtype is None else out_dtype)
     if chosen not in (jnp.dtype(to.dtype), jnp.float32):
         raise TypeError(
@@ -242,13 +241,3 @@ def as_rounding_input(x: Any) -> jax.Array:
         f"`x` must be float32, {', '.join(narrow)} or, with jax_enable_x64, float64, "
         f"got {given}. Convert it to float32 first, knowing that this may round."
     )
-
-
-def check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
-    """Raises ValueError, with the nearest name, if `value` is none of `allowed`."""
-    if value not in allowed:
-        near = difflib.get_close_matches(str(value), allowed, n=1) or allowed[:1]
-        raise ValueError(
-            f"`{name}` must be one of {', '.join(allowed)}, got {value!r}. "
-            f"Did you mean {near[0]!r}?"
-        )

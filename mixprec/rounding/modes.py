@@ -6,7 +6,7 @@ its own `down` and `up`, and no mode moves it. A mode says which of the two to t
 """
 
 import difflib
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 Mode: TypeAlias = Literal[
     "nearest_even",
@@ -47,8 +47,15 @@ DEFINITIONS: dict[str, str] = {
 
 def check_mode(mode: str) -> None:
     """Raises ValueError, naming the allowed modes, if `mode` is not one of them."""
-    if mode in MODES:
+    check_choice("mode", mode, MODES)
+
+
+def check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    """Raises ValueError, with the nearest name, if `value` is none of `allowed`."""
+    if value in allowed:
         return
-    near = difflib.get_close_matches(str(mode), MODES, n=1)
-    hint = f"Did you mean '{near[0]}'?" if near else "Choose one of them."
-    raise ValueError(f"`mode` must be one of {', '.join(MODES)}, got {mode!r}. {hint}")
+    near = difflib.get_close_matches(str(value), allowed, n=1)
+    hint = f"Did you mean {near[0]!r}?" if near else "Choose one of them."
+    raise ValueError(
+        f"`{name}` must be one of {', '.join(allowed)}, got {value!r}. {hint}"
+    )
