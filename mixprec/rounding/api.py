@@ -6,12 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mixprec.rounding import dispatch, formats, random
+from mixprec.rounding import dispatch, formats, kernel, random
 from mixprec.rounding import modes as modes_lib
 from mixprec.rounding.bits import Rounding
 
 Overflow = Literal["inf", "saturate"]
 OVERFLOWS: tuple[str, ...] = ("inf", "saturate")
+RandomSource = Literal["hash", "hardware"]
+RANDOM_SOURCES: tuple[str, ...] = ("hash", "hardware")
 Exact = Literal["keep", "next"]
 EXACTS: tuple[str, ...] = ("keep", "next")
 
@@ -23,11 +25,13 @@ def round_to(
     mode: modes_lib.Mode,
     key: jax.Array | int | None = None,
     random_bits: int | None = None,
+    random_source: RandomSource = "hash",
     overflow: Overflow = "inf",
     out_dtype: jax.typing.DTypeLike | None = None,
     gradient: dispatch.Gradient = "straight_through",
     backend: dispatch.Backend = "auto",
     sharding: jax.sharding.NamedSharding | None = None,
+    in_place: bool = False,
 ) -> jax.Array:
     """Rounds to the numbers of `dtype` in a mode of choice.
 
@@ -51,6 +55,10 @@ def round_to(
         average over fractions (Fitzgibbon & Felix 2025, "On stochastic rounding with
         few random bits"). None, the default: 32, of which as many count as the fraction
         has.
+      random_source: for "stochastic" only: "hash", whose bits are the same for any
+        backend, chip and split over devices; or "hardware", the TPU's own generator,
+        with `backend="pallas"` only, which saves the hash but gives other bits for
+        other blocks, splits and chips.
       overflow: what becomes of a finite number beyond the largest of `dtype` where the
         mode takes `up`: "inf", infinity (IEEE 754-2019, section 7.4), or "saturate",
         the largest.
@@ -60,11 +68,14 @@ def round_to(
         4); "clipped", the same but 0 for numbers beyond the largest of `dtype`; "zero",
         the derivative almost everywhere.
       backend: "xla" (plain operations that XLA fuses and partitions), "pallas" (one
-        kernel over blocks; on CPUs in Pallas's interpreter) or "auto". The results are
-        equal bit for bit.
+        kernel over blocks, for TPUs and NVIDIA GPUs; on CPUs in Pallas's interpreter)
+        or "auto". The results are equal bit for bit.
       sharding: for "pallas": how `x` is split over devices, so that the kernel runs on
         each shard. Need not be given where it is known: of an array that is no tracer,
         and in a mesh with explicit axes.
+      in_place: for float32 to float32: whether the kernel writes over `x`, where the
+        program needs it no more (where it does, `x` is copied first). XLA's operations
+        do so by themselves.
 
     Returns:
       [...] `out_dtype`.
@@ -72,8 +83,9 @@ def round_to(
     Raises:
       TypeError: `x`, `dtype`, `out_dtype` or `key` is of a type not listed above.
       ValueError: an argument is none of its allowed values; "stochastic" without a key,
-        or another mode with `key` or `random_bits`; "pallas" where there is neither a
-        TPU nor a CPU; a `sharding` that does not divide `x`.
+        or another mode with `key` or `random_bits`; "pallas" or "hardware" where it
+        cannot be had; a `sharding` that does not divide `x`; `in_place` for other
+        dtypes than float32.
 
     Example:
       >>> x = jnp.float32([1.0, 1.001, -1.001])
@@ -82,34 +94,31 @@ def round_to(
       >>> mixprec.round_to(x, mode="away_from_zero")
       Array([1, 1.00781, -1.00781], dtype=bfloat16)
     """
-    modes_lib.check_mode(mode)
-    if mode == "stochastic" and key is None:
-        raise ValueError(
-            '`key` must be given for mode "stochastic", got None. '
-            "Pass a fresh `jax.random.key` each time."
-        )
-    for name, value in (("key", key), ("random_bits", random_bits)):
-        if mode != "stochastic" and value is not None:
-            raise ValueError(
-                f'`{name}` must be None for mode "{mode}", which draws nothing, got '
-                f'{value}. Drop it, or choose mode "stochastic".'
-            )
-    if random_bits is not None and random_bits not in range(1, 33):
-        raise ValueError(
-            f"`random_bits` must be from 1 to 32, got {random_bits!r}. "
-            "Leave it out for all that count."
-        )
+    _check_draw(mode, key, random_bits, random_source)
     rounding = make_rounding(
-        dtype, (mode,), overflow=overflow, out_dtype=out_dtype, random_bits=random_bits
+        dtype,
+        (mode,),
+        overflow=overflow,
+        out_dtype=out_dtype,
+        random_bits=random_bits,
+        random_source=random_source,
     )
     modes_lib.check_choice("gradient", gradient, dispatch.GRADIENTS)
+    x = as_rounding_input(x)
+    if in_place and not x.dtype == rounding.out_dtype == jnp.float32:
+        raise ValueError(
+            "`in_place` must be False unless `x` and the result are float32, got "
+            f"{x.dtype} and {rounding.out_dtype}. Drop it, or pass "
+            "out_dtype=jnp.float32."
+        )
     (rounded,) = dispatch.round_seeded(
-        as_rounding_input(x),
+        x,
         rounding,
         seed=None if key is None else random.seed_from_key(key),
         backend=backend,
         gradient=gradient,
         sharding=sharding,
+        in_place=in_place,
     )
     return rounded
 
@@ -196,7 +205,7 @@ def round_down_and_up(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         )
     modes = ("toward_zero", "away_from_zero")
     rounding = make_rounding(jnp.bfloat16, modes, out_dtype=jnp.float32)
-    down, up = dispatch.round_bare(x, rounding)
+    down, up = kernel.round_bare(x, rounding)
     return down, up
 
 
@@ -207,11 +216,13 @@ def make_rounding(
     overflow: str = "inf",
     out_dtype: jax.typing.DTypeLike | None = None,
     random_bits: int | None = None,
+    random_source: str = "hash",
     hash_values: bool = False,
 ) -> Rounding:
     """Checks arguments as `round_to` documents them, and gives what they describe."""
     to = formats.find_format(dtype)
     modes_lib.check_choice("overflow", overflow, OVERFLOWS)
+    modes_lib.check_choice("random_source", random_source, RANDOM_SOURCES)
     chosen = jnp.dtype(to.dtype if out_dtype is None else out_dtype)
     if chosen not in (jnp.dtype(to.dtype), jnp.float32):
         raise TypeError(
@@ -225,7 +236,35 @@ def make_rounding(
         saturate=overflow == "saturate",
         random_width=random_bits,
         hash_values=hash_values,
+        random_source=random_source,
     )
+
+
+def _check_draw(
+    mode: str, key: Any, random_bits: int | None, random_source: str
+) -> None:
+    modes_lib.check_mode(mode)
+    if mode == "stochastic" and key is None:
+        raise ValueError(
+            '`key` must be given for mode "stochastic", got None. '
+            "Pass a fresh `jax.random.key` each time."
+        )
+    source = None if random_source == "hash" else random_source
+    for name, value in (
+        ("key", key),
+        ("random_bits", random_bits),
+        ("random_source", source),
+    ):
+        if mode != "stochastic" and value is not None:
+            raise ValueError(
+                f'`{name}` must be left out for mode "{mode}", which draws nothing, '
+                f'got {value!r}. Drop it, or choose mode "stochastic".'
+            )
+    if random_bits is not None and random_bits not in range(1, 33):
+        raise ValueError(
+            f"`random_bits` must be from 1 to 32, got {random_bits!r}. "
+            "Leave it out for all that count."
+        )
 
 
 def as_rounding_input(x: Any) -> jax.Array:

@@ -55,6 +55,7 @@ class Rounding:
       random_width: how many random bits a stochastic draw uses; None for all that
         count.
       hash_values: whether a draw depends on the element's value too, besides its place.
+      random_source: "hash", or "hardware" for the chip's own generator.
     """
 
     to: Format
@@ -63,6 +64,7 @@ class Rounding:
     saturate: bool = False
     random_width: int | None = None
     hash_values: bool = False
+    random_source: str = "hash"
 
 
 class Position(NamedTuple):

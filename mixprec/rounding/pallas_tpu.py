@@ -1,4 +1,4 @@
-"""The tiled Pallas kernel: every rounding of an array in one pass over memory.
+"""The tiled Pallas kernel for TPUs: every rounding of an array in one pass over memory.
 
 How it works:
 
@@ -7,9 +7,9 @@ How it works:
 2. The grid walks the blocks. Each is read once; each requested mode writes one output.
    Only requested outputs exist: Pallas does not drop an output that nobody reads.
 3. Inside a block a loop walks strips of a few rows, so that the compiler keeps its
-   temporaries in registers. Each strip calls the bit algebra of `bits` and, for
-   stochastic rounding, the hash of `random` on the strip's element indices in the
-   whole array. The XLA path calls the same functions, so both agree bit for bit.
+   temporaries in registers. Each strip is rounded by `elements`, for stochastic
+   rounding with the indices that its elements have in the whole array. The XLA path
+   calls the same functions, so both agree bit for bit.
 
 Why not one block, the whole array: two float32 outputs of f32[2048,4096] need 96 MiB of
 VMEM where a TPU v5e grants a kernel 16. Why not flatten first: in memory an array on
@@ -24,7 +24,7 @@ devices `dispatch` runs it on each shard, where the sharding is known.
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -32,15 +32,11 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from mixprec.rounding import bits as bits_lib
-from mixprec.rounding import random, tiling
+from mixprec.rounding import elements, random, tiling
 from mixprec.rounding.bits import Rounding
 
 # Rows of a strip: four vector registers of float32 a column of 128 lanes.
 _STRIP_ROWS = 32
-# Integer operations an element: about 10 a mode, and 16 for a hash of its index.
-_FLOPS_PER_MODE = 10
-_FLOPS_PER_HASH = 16
 
 
 def round_pallas(
@@ -49,7 +45,8 @@ def round_pallas(
     *,
     rounding: Rounding,
     strides: random.Strides,
-    interpret: Any,
+    in_place: bool = False,
+    interpret: Any = False,
 ) -> tuple[jax.Array, ...]:
     """Rounds `x` in each of several modes.
 
@@ -59,6 +56,7 @@ def round_pallas(
         if no mode is stochastic.
       rounding: what to make of each element.
       strides: of the element index along the dimensions of `x`.
+      in_place: whether the first result, float32, takes the memory of `x`.
       interpret: as for `pallas_call`.
 
     Returns:
@@ -70,6 +68,10 @@ def round_pallas(
     dtype = rounding.out_dtype
     bytes_per_element = x.dtype.itemsize + len(rounding.modes) * dtype.itemsize
     tiles = tiling.tile(x.shape, bytes_per_element)
+    draws: _Draws | None = None
+    if words is not None:
+        is_hashed = rounding.random_source == "hash"
+        draws = _Hashed(x.shape, strides, tiles) if is_hashed else _FromHardware()
     view = jnp.transpose(x, tiles.order).reshape(tiles.view_shape)
     as_patterns = _must_store_patterns(rounding, interpret)
     outputs = _call(
@@ -78,12 +80,11 @@ def round_pallas(
         pl.BlockSpec(tiles.block_shape, lambda *step: step),
         tiles.grid,
         functools.partial(
-            _kernel,
-            rounding=rounding,
-            index=None if words is None else _BlockIndex(x.shape, strides, tiles),
+            _kernel, rounding=rounding, draws=draws, as_patterns=as_patterns
         ),
         rounding=rounding,
         stored_dtype=rounding.to.pattern_dtype if as_patterns else dtype,
+        in_place=in_place,
         interpret=interpret,
     )
     ordered_shape = tuple(x.shape[d] for d in tiles.order)
@@ -123,7 +124,7 @@ def round_pallas_bare(
         None,
         pl.BlockSpec((pl.squeezed,) * len(outer) + block_shape, lambda *step: step),
         outer + steps,
-        functools.partial(_kernel, rounding=rounding, index=None),
+        functools.partial(_kernel, rounding=rounding, draws=None, as_patterns=False),
         rounding=rounding,
         stored_dtype=rounding.out_dtype,
         interpret=interpret,
@@ -149,6 +150,7 @@ def _call(
     *,
     rounding: Rounding,
     stored_dtype: np.dtype,
+    in_place: bool = False,
     interpret: Any,
 ) -> tuple[jax.Array, ...]:
     """Runs a kernel over the blocks of an array; one output a mode."""
@@ -157,7 +159,8 @@ def _call(
     out_type = jax.ShapeDtypeStruct(
         view.shape, stored_dtype, manual_axis_type=jax.typeof(view).manual_axis_type
     )
-    flops = outputs * _FLOPS_PER_MODE + (words is not None) * _FLOPS_PER_HASH
+    is_hashed = words is not None and rounding.random_source == "hash"
+    flops = elements.flops(rounding, is_hashed=is_hashed)
     accessed = view.dtype.itemsize + outputs * stored_dtype.itemsize
     return pl.pallas_call(
         kernel,
@@ -165,6 +168,7 @@ def _call(
         grid=grid,
         in_specs=[block] if words is None else [_SCALARS, block],
         out_specs=(block,) * outputs,
+        input_output_aliases={0 if words is None else 1: 0} if in_place else {},
         compiler_params=pltpu.CompilerParams(
             # Steps are independent: the two cores of a v4 or v5p chip share them.
             dimension_semantics=(pltpu.PARALLEL,) * len(grid)
@@ -182,8 +186,28 @@ def _call(
 _SCALARS = pl.BlockSpec(memory_space=pltpu.SMEM)
 
 
-class _BlockIndex:
-    """The element index, in the whole array, of what a block holds."""
+class _Draws(Protocol):
+    """Where the random bits of a kernel come from."""
+
+    def in_block(
+        self, words_ref: Any, block_shape: tuple[int, ...], rounding: Rounding
+    ) -> Callable[..., Callable[[jax.Array], jax.Array]]:
+        """Prepares the draws of one block.
+
+        Args:
+          words_ref: of seed and first index.
+          block_shape: of the block.
+          rounding: what to make of each element.
+
+        Returns:
+          Gives, for the place in the block where a strip begins, the draw that
+          `elements.round_elements` takes.
+        """
+        ...
+
+
+class _Hashed:
+    """From a hash of seed and index in the whole array."""
 
     def __init__(
         self, shape: tuple[int, ...], strides: random.Strides, tiles: tiling.Tiling
@@ -192,26 +216,25 @@ class _BlockIndex:
         if strides.has_high:
             self._words.append(_IndexWord(shape, strides.high, tiles))
 
-    def strip(
-        self,
-        shape: tuple[int, ...],
-        starts: list[jax.Array],
-        firsts: tuple[jax.Array, ...],
-    ) -> list[jax.Array]:
-        """Gives the index words of a strip.
+    def in_block(
+        self, words_ref: Any, block_shape: tuple[int, ...], rounding: Rounding
+    ) -> Callable[..., Callable[[jax.Array], jax.Array]]:
+        block = [pl.program_id(d) * n for d, n in enumerate(block_shape)]
 
-        Args:
-          shape: of the strip.
-          starts: where it begins, along each dimension of the view.
-          firsts: the words of the index of the array's first element.
+        def in_strip(*place_in_block: Any) -> Callable[[jax.Array], jax.Array]:
+            starts = [a + b for a, b in zip(block, place_in_block, strict=True)]
 
-        Returns:
-          [*shape] uint32, one for each word that the index has.
-        """
-        return [
-            word.strip(shape, starts) + first
-            for word, first in zip(self._words, firsts, strict=False)
-        ]
+            def draw(patterns: jax.Array) -> jax.Array:
+                index = [
+                    word.strip(patterns.shape, starts) + words_ref[2 + which]
+                    for which, word in enumerate(self._words)
+                ]
+                seed = (words_ref[0], words_ref[1])
+                return elements.hashed(seed, index, rounding)(patterns)
+
+            return draw
+
+        return in_strip
 
 
 class _IndexWord:
@@ -238,28 +261,56 @@ class _IndexWord:
         return random.element_index(shape, self._inner_strides) + offset
 
 
-def _kernel(*refs: Any, rounding: Rounding, index: _BlockIndex | None) -> None:
+class _FromHardware:
+    """From the chip's generator, seeded for each block by a hash.
+
+    Nothing is known of streams from neighbouring seeds, so that the seeds are two words
+    hashed of the seed, the block's number and the index where the array begins.
+    """
+
+    def in_block(
+        self, words_ref: Any, block_shape: tuple[int, ...], rounding: Rounding
+    ) -> Callable[..., Callable[[jax.Array], jax.Array]]:
+        number = jnp.int32(0)
+        for d in range(len(block_shape)):
+            number = number * pl.num_programs(d) + pl.program_id(d)
+        index = [number.astype(jnp.uint32), words_ref[2], words_ref[3]]
+        seed = (words_ref[0], words_ref[1])
+        pltpu.prng_seed(
+            *(
+                random.random_bits(words, index).astype(jnp.int32)
+                for words in (seed, seed[::-1])
+            )
+        )
+
+        def draw(patterns: jax.Array) -> jax.Array:
+            return pltpu.prng_random_bits(patterns.shape).astype(jnp.uint32)
+
+        return lambda *place_in_block: draw
+
+
+def _kernel(
+    *refs: Any, rounding: Rounding, draws: _Draws | None, as_patterns: bool
+) -> None:
     """Rounds one block, of rank 1 to 3: reads `x_ref`, writes a ref for each mode.
 
-    Before `x_ref` stand the words of seed and index, if there is an index.
+    Before `x_ref` stand the words of seed and index, if there are draws.
     """
-    words_ref, (x_ref, *out_refs) = (refs[0], refs[1:]) if index else (None, refs)
-    # Not inside the loop, where the interpreter does not know it.
-    block = [pl.program_id(d) * n for d, n in enumerate(x_ref.shape)] if index else []
+    words_ref, (x_ref, *out_refs) = (refs[0], refs[1:]) if draws else (None, refs)
+    # Not inside the loop, where the interpreter does not know the step of the grid.
+    in_strip = None
+    if draws is not None:
+        in_strip = draws.in_block(words_ref, x_ref.shape, rounding)
 
     def round_strip(window: tuple[Any, ...], *place_in_block: Any) -> None:
-        bits = bits_lib.from_float32(x_ref[window])
-        random_bits = None
-        if index and words_ref is not None:
-            starts = [a + b for a, b in zip(block, place_in_block, strict=True)]
-            random_bits = random.random_bits(
-                (words_ref[0], words_ref[1]),
-                index.strip(bits.shape, starts, (words_ref[2], words_ref[3])),
-                bits if rounding.hash_values else None,
-            )
-        rounded = bits_lib.round_patterns(bits, rounding, random_bits)
-        for out_ref, patterns in zip(out_refs, rounded, strict=True):
-            out_ref[window] = _stored(patterns, rounding, out_ref.dtype)
+        rounded = elements.round_elements(
+            x_ref[window],
+            rounding,
+            None if in_strip is None else in_strip(*place_in_block),
+            as_patterns=as_patterns,
+        )
+        for out_ref, y in zip(out_refs, rounded, strict=True):
+            out_ref[window] = y
 
     if x_ref.ndim == 1:
         (length,) = x_ref.shape
@@ -269,7 +320,7 @@ def _kernel(*refs: Any, rounding: Rounding, index: _BlockIndex | None) -> None:
             return
 
         @pl.loop(0, length // strip)
-        def round_elements(step: jax.Array) -> None:
+        def round_line(step: jax.Array) -> None:
             start = pl.multiple_of(step * strip, strip)
             round_strip((pl.ds(start, strip),), start)
 
@@ -286,9 +337,3 @@ def _kernel(*refs: Any, rounding: Rounding, index: _BlockIndex | None) -> None:
             step % strips * strip_rows, math.gcd(strip_rows, _STRIP_ROWS)
         )
         round_strip((*leading, pl.ds(row, strip_rows), slice(None)), *leading, row, 0)
-
-
-def _stored(patterns: jax.Array, rounding: Rounding, dtype: np.dtype) -> jax.Array:
-    if dtype == rounding.to.pattern_dtype:
-        return patterns.astype(dtype)
-    return bits_lib.to_float(patterns, rounding.to, dtype)

@@ -13,7 +13,7 @@ from mixprec.rounding import (
     dispatch,
     formats,
     modes,
-    pallas,
+    pallas_tpu,
     random,
     tiling,
 )
@@ -47,7 +47,7 @@ def in_kernel(x, rounding, strides=None, interpret=True):
         words = jnp.concatenate([SEED, jnp.zeros(2, jnp.uint32)])
     if strides is None:
         strides = random.row_major_strides(x.shape)
-    return pallas.round_pallas(
+    return pallas_tpu.round_pallas(
         x, words, rounding=rounding, strides=strides, interpret=interpret
     )
 
@@ -194,7 +194,7 @@ def without_grid(x):
             ref[...] = bits.to_float(rounded, to, jnp.float32)
 
     out = jax.ShapeDtypeStruct(x.shape, jnp.float32)
-    return pallas.pl.pallas_call(kernel, out_shape=(out, out))(x)
+    return pallas_tpu.pl.pallas_call(kernel, out_shape=(out, out))(x)
 
 
 @pytest.mark.tpu_compile

@@ -1,0 +1,135 @@
+import gpu
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mixprec.rounding import api, elements, formats, modes, pallas_gpu, random
+
+SHAPES = [
+    (),
+    (1,),
+    (7,),
+    (1024,),
+    (5000,),
+    (32, 64),
+    (37, 300),
+    (3, 5, 7),
+    (2, 1, 2, 9),
+]
+SEED = random.seed_from_key(11)
+
+
+def inputs(shape):
+    """Random patterns: every exponent, NaN and infinities among them."""
+    words = np.random.default_rng(0).integers(0, 2**32, shape, np.uint32)
+    return jnp.asarray(np.asarray(words).view(np.float32).reshape(shape))
+
+
+def words(x):
+    x = np.asarray(x)
+    return x.view(f"u{x.dtype.itemsize}")
+
+
+def check_equal(x, rounding, strides=None, first=(0, 0)):
+    """Compares the interpreted kernel with the operations of the XLA path."""
+    if strides is None:
+        strides = random.row_major_strides(x.shape)
+    scalars = None
+    if "stochastic" in rounding.modes:
+        scalars = jnp.concatenate([SEED, jnp.array(first, jnp.uint32)])
+    found = pallas_gpu.round_pallas(
+        x, scalars, rounding=rounding, strides=strides, interpret=True
+    )
+    draw = None
+    if scalars is not None:
+        index = [
+            word + np.uint32(start)
+            for word, start in zip(
+                random.index_words(x.shape, strides), first, strict=False
+            )
+        ]
+        draw = elements.hashed(SEED, index, rounding)
+    expected = elements.round_elements(x, rounding, draw)
+    for name, y, z in zip(rounding.modes, found, expected, strict=True):
+        assert y.dtype == z.dtype == rounding.out_dtype
+        np.testing.assert_array_equal(words(y), words(z), err_msg=name)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_interpreted_kernel_equals_xla_everywhere(shape):
+    for names in (modes.MODES, ("toward_zero", modes.NEXT), ("stochastic",)):
+        check_equal(inputs(shape), api.make_rounding("bfloat16", names))
+
+
+@pytest.mark.parametrize("overflow", ["inf", "saturate"])
+@pytest.mark.parametrize("to_float32", [False, True])
+@pytest.mark.parametrize("dtype", [f.dtype for f in formats.FORMATS])
+def test_every_format_and_result(dtype, to_float32, overflow):
+    out_dtype = jnp.float32 if to_float32 else None
+    options = dict(out_dtype=out_dtype, overflow=overflow)
+    check_equal(inputs((70, 200)), api.make_rounding(dtype, modes.MODES, **options))
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "first"),
+    [
+        ((0, 1000, 10, 1), (0, 0, 0, 0), (0, 0)),  # a batch
+        ((10**6, 1000, 20, 2), (0, 0, 0, 0), (5, 0)),  # a shard of the last dimension
+        ((0, 0, 10, 1), (100, 1, 0, 0), (0, 7)),  # of more than 2^32 elements
+    ],
+)
+def test_indices_follow_any_strides(low, high, first):
+    x = jnp.full((4, 3, 100, 10), 1.001, jnp.float32)
+    rounding = api.make_rounding("bfloat16", ("stochastic",))
+    check_equal(x, rounding, random.Strides(low, high), first)
+
+
+def test_dimensions_that_tell_nothing_are_merged():
+    shape = (4, 1, 3, 100)
+    whole = random.row_major_strides(shape)
+    assert pallas_gpu._merge(shape, whole) == [(1200, 1, 0)]
+    batch = random.row_major_strides(shape[1:]).batched()
+    assert pallas_gpu._merge(shape, batch) == [(4, 0, 0), (300, 1, 0)]
+
+
+def test_the_result_can_take_the_memory_of_the_input():
+    x = inputs((37, 300))
+    rounding = api.make_rounding("bfloat16", ("toward_zero",), out_dtype=jnp.float32)
+    expected = words(elements.round_elements(x, rounding)[0])
+
+    def run(x):
+        return pallas_gpu.round_pallas(
+            x,
+            rounding=rounding,
+            strides=random.row_major_strides(x.shape),
+            in_place=True,
+            interpret=True,
+        )[0]
+
+    np.testing.assert_array_equal(words(jax.jit(run, donate_argnums=0)(x)), expected)
+    assert x.is_deleted()
+
+
+def test_too_many_elements_are_refused():
+    x = jax.ShapeDtypeStruct((2**16, 2**15), jnp.float32)
+    rounding = api.make_rounding("bfloat16", ("toward_zero",))
+    with pytest.raises(ValueError, match=r"fewer than 2\*\*31 elements"):
+        jax.eval_shape(
+            lambda x: pallas_gpu.round_pallas(
+                x, rounding=rounding, strides=random.row_major_strides(x.shape)
+            ),
+            x,
+        )
+
+
+@pytest.mark.parametrize("dtype", [f.dtype for f in formats.FORMATS])
+@pytest.mark.parametrize("mode", modes.MODES)
+def test_lowers_to_one_kernel_for_cuda(mode, dtype):
+    x = jax.ShapeDtypeStruct((37, 300), jnp.float32)
+    key = 3 if mode == "stochastic" else None
+    function = jax.jit(
+        lambda x: api.round_to(x, dtype, mode=mode, key=key, backend="pallas")
+    )
+    module = gpu.export(function, x).mlir_module()
+    assert module.count(gpu.KERNEL) == 1
