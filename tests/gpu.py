@@ -1,6 +1,8 @@
 """Lowers and compiles for NVIDIA GPUs that are not there. Nothing is run."""
 
+import contextlib
 import functools
+import warnings
 
 import jax
 from jax.experimental import topologies
@@ -40,6 +42,7 @@ device_description_str: "{chip}"
 """
 
 
+@contextlib.contextmanager
 def on_gpu(chip=H100):
     """Gives a context in which kernels are lowered for a GPU."""
     # A private class, since JAX has no public way to say for which device a kernel is
@@ -48,7 +51,10 @@ def on_gpu(chip=H100):
 
     kind = AbstractDevice(device_kind=chip, num_cores=132, platform="gpu")
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=kind)
-    return jax.sharding.use_abstract_mesh(mesh)
+    with jax.sharding.use_abstract_mesh(mesh), warnings.catch_warnings():
+        # jax 0.12 announces the end of what it still has.
+        warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated")
+        yield
 
 
 def export(function, *arguments):

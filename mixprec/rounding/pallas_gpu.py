@@ -5,8 +5,10 @@ grid loads a block of them, rounds them by the same functions as the TPU's kerne
 the XLA path, and stores them. Triton knows only blocks of a power of two and does not
 stop at the end of an array: the last block is masked.
 
-Limits: compiled for NVIDIA GPUs (`make gpu-compile`), where XLA's compiler for them is
-installed. One call takes fewer than 2^31 elements, as Triton counts blocks by int32.
+Limits: compiled for NVIDIA GPUs (`make gpu-compile`), never run on one. One call takes
+fewer than 2^31 elements, as Triton counts blocks by int32. JAX 0.12 announces, by a
+DeprecationWarning, that a later release drops Triton for kernels that only Hopper and
+later chips run.
 """
 
 import functools
