@@ -244,6 +244,38 @@ def test_agrees_with_gfloat_in_float64(name, mode, saturate):
             "`gradient` must be one of straight_through, clipped, zero, got 'none'",
         ),
         ({"mode": "stochastic", "key": 1.5}, TypeError, "`key` must be one JAX key"),
+        (
+            {"mode": "toward_zero", "random_source": "hardware"},
+            ValueError,
+            '`random_source` must be left out for mode "toward_zero"',
+        ),
+        (
+            {"mode": "stochastic", "key": 1, "random_source": "hardwear"},
+            ValueError,
+            "`random_source` must be one of hash, hardware, .* Did you mean 'hardware'",
+        ),
+        *(
+            (
+                {
+                    "mode": "stochastic",
+                    "key": 1,
+                    "random_source": "hardware",
+                    "backend": backend,
+                },
+                ValueError,
+                f'`random_source` must be "hash" for {where}, got "hardware"',
+            )
+            for backend, where in (
+                ("auto", "backend 'auto'"),
+                ("xla", "backend 'xla'"),
+                ("pallas", "a CPU"),
+            )
+        ),
+        (
+            {"mode": "toward_zero", "in_place": True},
+            ValueError,
+            "`in_place` must be False unless .* float32, got float32 and bfloat16",
+        ),
     ],
 )
 def test_bad_options_are_refused(options, error, message):

@@ -1,6 +1,7 @@
 import logging
 import re
 
+import gpu
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -217,3 +218,31 @@ def test_round_down_and_up_is_one_kernel_and_nothing_else(shape):
         assert operations == ["module", "func.func", "stablehlo.custom_call", "return"]
         assert "@tpu_custom_call(%arg0)" in lowered.as_text()
         assert tpu.kernels(tpu.compile_for(generation, function, x)) == 1
+
+
+# Platforms
+
+
+def lower_for(platform, function):
+    x = jax.ShapeDtypeStruct((37, 300), jnp.float32)
+    with gpu.on_gpu():
+        return jax.jit(function).trace(x).lower(lowering_platforms=(platform,))
+
+
+def test_what_no_gpu_can_do_is_refused():
+    def from_hardware(x):
+        return round_stochastically(x, backend="pallas", random_source="hardware")
+
+    def stochastic(x):
+        return round_stochastically(x, backend="pallas")
+
+    for platform, function, message in (
+        ("cuda", from_hardware, '`random_source` must be "hash" for a GPU'),
+        ("cuda", mixprec.round_down_and_up, "for TPUs and, interpreted, for CPUs"),
+        ("rocm", mixprec.round_down_and_up, "for TPUs and, interpreted, for CPUs"),
+        ("rocm", stochastic, '`backend` must be "xla" or "auto" on an AMD GPU'),
+    ):
+        with pytest.raises(ValueError, match=message):
+            lower_for(platform, function)
+    assert lower_for("cuda", stochastic).as_text().count(gpu.KERNEL) == 1
+    assert "custom_call" not in lower_for("rocm", round_stochastically).as_text()

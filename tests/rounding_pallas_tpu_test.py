@@ -1,3 +1,4 @@
+import math
 import re
 
 import jax
@@ -6,6 +7,7 @@ import numpy as np
 import pytest
 import shapes
 import tpu
+from jax.experimental.pallas import tpu as pltpu
 
 from mixprec.rounding import (
     api,
@@ -131,6 +133,104 @@ def test_the_second_word_of_the_index_is_that_of_the_xla_path():
     np.testing.assert_array_equal(words(found), np.asarray(patterns).astype(np.uint16))
 
 
+def test_bits_from_the_hardware_reach_the_rounding():
+    """The TPU interpreter's generator gives nothing but zeros: always down."""
+    rounding = make_rounding(("stochastic",), random_source="hardware")
+    down = make_rounding(("toward_zero",))
+    for shape in ((), (7,), (5000,), (37, 300), (3, 40, 2, 300)):
+        x = inputs(shape)
+        (found,) = in_kernel(x, rounding, interpret=pltpu.InterpretParams())
+        np.testing.assert_array_equal(words(found), words(in_xla(x, down)[0]))
+
+
+@pytest.mark.parametrize("shape", [(40_000,), (600, 700), (40, 33, 130)], ids=str)
+def test_each_block_and_seed_sets_the_generator_anew(shape, monkeypatch):
+    """With a generator that gives one word, made of the seeds, for a whole block."""
+    seeds = []
+    monkeypatch.setattr(pltpu, "prng_seed", lambda *given: seeds.append(given))
+
+    def one_word(shape):
+        first, second = (seed.astype(jnp.uint32) for seed in seeds[-1])
+        return jnp.full(shape, first ^ (second >> 16), jnp.uint32)
+
+    monkeypatch.setattr(pltpu, "prng_random_bits", one_word)
+    monkeypatch.setattr(tiling, "tile", lambda s, b: TILE(s, b, 2**17))
+    steps = np.prod(tiling.tile(shape, 8).grid)
+    assert steps > 4
+    # Between 1 and its upper neighbour, at each of 2^16 places: where the draw begins
+    # to go up tells the draw.
+    rounding = make_rounding(
+        ("stochastic",), random_source="hardware", out_dtype=jnp.float32
+    )
+    whole = random.Strides((0,) * len(shape), (0,) * len(shape))
+
+    def draws(seed, first):
+        scalars = jnp.concatenate([seed, jnp.array(first, jnp.uint32)])
+        bits_up = []
+        for fraction in range(2048, 2**16, 4096):
+            x = np.full(shape, 0x3F800000 + fraction, np.uint32).view(np.float32)
+            (found,) = pallas_tpu.round_pallas(
+                jnp.asarray(x),
+                scalars,
+                rounding=rounding,
+                strides=whole,
+                interpret=True,
+            )
+            bits_up.append(np.asarray(found).ravel() > 1)
+        return np.sum(bits_up, 0)
+
+    base = draws(SEED, (0, 0))
+    assert len(set(base)) > 4
+    for other in (draws(SEED ^ 1, (0, 0)), draws(SEED, (1, 0)), draws(SEED, (0, 1))):
+        assert (other != base).mean() > 0.5
+
+
+@pytest.mark.parametrize("shape", [(), (5000,), (37, 300)], ids=str)
+@pytest.mark.parametrize("mode", ["nearest_even", "stochastic"])
+def test_the_result_can_take_the_memory_of_the_input(shape, mode):
+    x = inputs(shape)
+    key = 3 if mode == "stochastic" else None
+    options = dict(mode=mode, key=key, out_dtype=jnp.float32)
+    expected = words(api.round_to(x, **options))
+    in_place = jax.jit(
+        lambda x: api.round_to(x, **options, backend="pallas", in_place=True),
+        donate_argnums=0,
+    )
+    address = x.unsafe_buffer_pointer()
+    found = in_place(x)
+    assert x.is_deleted()
+    assert found.unsafe_buffer_pointer() == address
+    np.testing.assert_array_equal(words(found), expected)
+    # What is needed afterwards is copied first, not lost.
+    y = inputs(shape)
+    found, kept = jax.jit(lambda x: (in_place(x), x))(y)
+    np.testing.assert_array_equal(words(found), expected)
+    np.testing.assert_array_equal(words(kept), words(y))
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.parametrize("generation", tpu.GENERATIONS)
+@pytest.mark.parametrize("backend", ["pallas", "xla"])
+def test_in_place_needs_no_second_array_on_a_tpu(backend, generation):
+    shape = (16384, 16384)  # too large for XLA to move to VMEM first
+    x = jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    def run(x):
+        return api.round_to(
+            x,
+            mode="stochastic",
+            key=3,
+            out_dtype=jnp.float32,
+            backend=backend,
+            in_place=True,
+        )
+
+    compiled = tpu.compile_for(generation, jax.jit(run, donate_argnums=0), x)
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes == 4 * math.prod(shape)
+    assert extra_traffic(compiled, shape) == []
+
+
 def shards(function, devices, check_vma):
     """Runs `function` on two shards of an array's rows."""
     auto = (jax.sharding.AxisType.Auto,)
@@ -184,6 +284,12 @@ def stochastic(x):
     return api.round_to(x, mode="stochastic", key=3, backend="pallas")
 
 
+def from_hardware(x):
+    return api.round_to(
+        x, mode="stochastic", key=3, backend="pallas", random_source="hardware"
+    )
+
+
 def without_grid(x):
     """The kernel of the bug report: the same bits, the whole array as one block."""
 
@@ -234,9 +340,13 @@ def extra_traffic(compiled, shape):
 @pytest.mark.parametrize("kind", shapes.SHAPES)
 @pytest.mark.parametrize(
     ("function", "generation"),
-    # For the second mode the oldest and the newest are enough.
+    # For the others the oldest and the newest are enough.
     [(stochastic, name) for name in tpu.GENERATIONS]
-    + [(to_bfloat16, name) for name in (tpu.GENERATIONS[0], tpu.GENERATIONS[-1])],
+    + [
+        (function, name)
+        for function in (to_bfloat16, from_hardware)
+        for name in (tpu.GENERATIONS[0], tpu.GENERATIONS[-1])
+    ],
 )
 def test_every_shape_compiles_with_no_other_traffic(generation, kind, function):
     for shape in shapes.SHAPES[kind]:
@@ -244,6 +354,16 @@ def test_every_shape_compiles_with_no_other_traffic(generation, kind, function):
         compiled = tpu.compile_for(generation, jax.jit(function), x)
         assert tpu.kernels(compiled) == 1, shape
         assert extra_traffic(compiled, shape) == [], shape
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.parametrize("generation", tpu.GENERATIONS)
+def test_bits_from_the_hardware_compile_for_every_generation(generation):
+    for shape in ((5000,), (8000, 4097), (3, 5, 7)):
+        x = jax.ShapeDtypeStruct(shape, jnp.float32)
+        compiled = tpu.compile_for(generation, jax.jit(from_hardware), x)
+        assert tpu.kernels(compiled) == 1
+        assert extra_traffic(compiled, shape) == []
 
 
 @pytest.mark.tpu_compile

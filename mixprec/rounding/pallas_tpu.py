@@ -37,6 +37,7 @@ from mixprec.rounding.bits import Rounding
 
 # Rows of a strip: four vector registers of float32 a column of 128 lanes.
 _STRIP_ROWS = 32
+_LANES = 128
 
 
 def round_pallas(
@@ -284,7 +285,13 @@ class _FromHardware:
         )
 
         def draw(patterns: jax.Array) -> jax.Array:
-            return pltpu.prng_random_bits(patterns.shape).astype(jnp.uint32)
+            shape = patterns.shape
+            if len(shape) > 1:
+                return pltpu.prng_random_bits(shape).astype(jnp.uint32)
+            # The generator gives no line of words, but whole tiles.
+            rows = -(-patterns.size // _LANES)
+            tiles = pltpu.prng_random_bits((rows, _LANES)).astype(jnp.uint32)
+            return tiles.reshape(rows * _LANES)[: patterns.size]
 
         return lambda *place_in_block: draw
 
