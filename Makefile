@@ -6,7 +6,7 @@ ARGS ?=
 
 RUN := $(VENV)/bin
 
-.PHONY: setup train test exhaustive bench-rounding bench-rounding-tpu check clean
+.PHONY: setup train test exhaustive bench-rounding bench-rounding-tpu gpu-compile check clean
 
 train: setup
 	$(RUN)/python train.py --config $(CONFIG) $(ARGS)
@@ -26,6 +26,10 @@ bench-rounding: setup
 bench-rounding-tpu: setup
 	PYTHONPATH=tests $(RUN)/python benchmarks/rounding_tpu.py $(ARGS)
 
+# The kernel, compiled for NVIDIA GPUs by XLA's compiler for them; no GPU is needed.
+gpu-compile: $(VENV)/cuda
+	MIXPREC_GPU_COMPILE=1 $(RUN)/python -m pytest -n 2 -m gpu_compile $(ARGS)
+
 # Formatting, lint and types.
 check: setup
 	$(RUN)/ruff format --check .
@@ -44,6 +48,10 @@ ifeq ($(shell uname -sm),Linux x86_64)
 	$(RUN)/python -m pip install --quiet --constraint constraints.txt --upgrade --target $(VENV)/libtpu libtpu
 endif
 	touch $@
+
+# Aside, as the TPU compiler: JAX would start it in every process.
+$(VENV)/cuda: $(VENV)/installed
+	$(RUN)/python -m pip install --quiet --constraint constraints.txt --upgrade --no-deps --target $@ jax-cuda12-plugin jax-cuda12-pjrt
 
 clean:
 	rm -rf $(VENV) runs

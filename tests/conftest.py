@@ -15,6 +15,8 @@ os.environ["TPU_MIN_LOG_LEVEL"] = "3"
 os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
 # Where `make setup` puts it.
 sys.path.append(str(pathlib.Path(sys.prefix) / "libtpu"))
+if "MIXPREC_GPU_COMPILE" in os.environ:  # as `make gpu-compile` sets it
+    sys.path.append(str(pathlib.Path(sys.prefix) / "cuda"))
 
 import importlib.util
 
@@ -35,7 +37,13 @@ def _promotion(request):
 
 
 def pytest_runtest_setup(item):
-    """Skips what needs the TPU compiler where it is absent; in CI that is an error."""
+    """Skips what needs a compiler where it is absent; for TPU that fails in CI."""
+    if item.get_closest_marker("gpu_compile") and (
+        "MIXPREC_GPU_COMPILE" not in os.environ
+    ):
+        pytest.skip(
+            "compiles for GPUs: run `make gpu-compile`, which gets the compiler"
+        )
     if not item.get_closest_marker("tpu_compile") or importlib.util.find_spec("libtpu"):
         return
     reason = "libtpu is not installed (it exists for Linux on x86-64)"

@@ -86,5 +86,12 @@ def compile_for(chip, function, *arguments):
         jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in arguments
     ]
     with on_gpu(chip):
-        lowered = function.lower(*placed)
-    return lowered.compile()
+        return compile_on(function, *placed)
+
+
+def compile_on(function, *arguments):
+    """Compiles a jitted `function` for the devices on which its arguments are."""
+    with warnings.catch_warnings():
+        # jax 0.12 announces the end of what it still has.
+        warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated")
+        return function.lower(*arguments).compile()

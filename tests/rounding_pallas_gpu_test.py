@@ -1,8 +1,12 @@
+import functools
+import re
+
 import gpu
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import shapes
 
 from mixprec.rounding import api, elements, formats, modes, pallas_gpu, random
 
@@ -133,3 +137,101 @@ def test_lowers_to_one_kernel_for_cuda(mode, dtype):
     )
     module = gpu.export(function, x).mlir_module()
     assert module.count(gpu.KERNEL) == 1
+
+
+def operations(compiled):
+    """Gives the operations of a program that do something: no names, no constants."""
+    entry = compiled.as_text().split("ENTRY")[1]
+    found = re.findall(r"^ +(?:ROOT )?%\S+ = (?:\(.*?\)|\S+) ([\w-]+)\(", entry, re.M)
+    idle = ("parameter", "constant", "bitcast", "tuple", "get-tuple-element")
+    return [operation for operation in found if operation not in idle]
+
+
+@pytest.mark.gpu_compile
+@pytest.mark.parametrize("chip", gpu.CHIPS)
+@pytest.mark.parametrize("dtype", [f.dtype for f in formats.FORMATS])
+def test_every_mode_and_format_compiles_to_one_operation(dtype, chip):
+    x = jax.ShapeDtypeStruct((37, 300), jnp.float32)
+    for mode in modes.MODES:
+        for out_dtype in (None, jnp.float32):
+            for backend, expected in (("pallas", "custom-call"), ("xla", "fusion")):
+                function = functools.partial(
+                    api.round_to,
+                    dtype=dtype,
+                    mode=mode,
+                    key=3 if mode == "stochastic" else None,
+                    overflow="saturate",
+                    out_dtype=out_dtype,
+                    backend=backend,
+                )
+                compiled = gpu.compile_for(chip, jax.jit(function), x)
+                assert operations(compiled) == [expected]
+                assert compiled.memory_analysis().temp_size_in_bytes == 0
+
+
+@pytest.mark.gpu_compile
+@pytest.mark.parametrize("kind", shapes.SHAPES)
+@pytest.mark.parametrize("chip", gpu.CHIPS)
+def test_every_shape_compiles_with_no_other_traffic(chip, kind):
+    for shape in shapes.SHAPES[kind]:
+        x = jax.ShapeDtypeStruct(shape, jnp.float32)
+        for function in (
+            functools.partial(api.round_to, mode="stochastic", key=3, backend="pallas"),
+            functools.partial(api.round_bracket, backend="pallas"),
+        ):
+            compiled = gpu.compile_for(chip, jax.jit(function), x)
+            assert operations(compiled) == ["custom-call"], shape
+            # Of two results, their addresses.
+            assert compiled.memory_analysis().temp_size_in_bytes <= 16
+
+
+@pytest.mark.gpu_compile
+def test_batches_gradients_and_results_in_place_compile():
+    def stochastic(x):
+        return api.round_to(
+            x,
+            mode="stochastic",
+            key=3,
+            out_dtype=jnp.float32,
+            backend="pallas",
+            in_place=True,
+        )
+
+    x = jax.ShapeDtypeStruct((64, 37, 300), jnp.float32)
+    batch = gpu.compile_for(gpu.H200, jax.jit(jax.vmap(stochastic)), x)
+    assert operations(batch).count("custom-call") == 1
+    donated = jax.jit(stochastic, donate_argnums=0)
+    memory = gpu.compile_for(gpu.H200, donated, x).memory_analysis()
+    assert memory.alias_size_in_bytes == 4 * 64 * 37 * 300
+    assert memory.temp_size_in_bytes == 0
+    gradient = jax.jit(jax.grad(lambda x: jnp.sum(stochastic(x) ** 2)))
+    assert "custom-call" in operations(gpu.compile_for(gpu.H200, gradient, x))
+
+
+@pytest.mark.gpu_compile
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("spec", [("a", "b"), (("a", "b"),), (None, "a")], ids=str)
+def test_shards_compile_without_communication(spec, check_vma):
+    devices = np.array(gpu.topology(gpu.H100, "1x1x4").devices).reshape(2, 2)
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.sharding.Mesh(devices, ("a", "b"), axis_types=auto)
+    partition = jax.sharding.PartitionSpec(*spec)
+    sharding = jax.sharding.NamedSharding(mesh, partition)
+    x = jax.ShapeDtypeStruct((4096, 8192), jnp.float32, sharding=sharding)
+
+    def stochastic(x, **options):
+        return api.round_to(x, mode="stochastic", key=3, backend="pallas", **options)
+
+    inside = jax.shard_map(
+        stochastic,
+        mesh=mesh,
+        in_specs=partition,
+        out_specs=partition,
+        check_vma=check_vma,
+    )
+    for function in (functools.partial(stochastic, sharding=sharding), inside):
+        compiled = gpu.compile_on(jax.jit(function), x)
+        assert operations(compiled).count("custom-call") == 1
+        # The words of the seed, and of the index where the shard begins.
+        assert set(operations(compiled)) <= {"custom-call", "fusion", "partition-id"}
+        assert compiled.memory_analysis().temp_size_in_bytes <= 16
