@@ -35,8 +35,6 @@ from jax.experimental.pallas import tpu as pltpu
 from mixprec.rounding import elements, random, tiling
 from mixprec.rounding.bits import Rounding
 
-# Rows of a strip: four vector registers of float32 a column of 128 lanes.
-_STRIP_ROWS = 32
 _LANES = 128
 
 
@@ -333,14 +331,22 @@ def _kernel(
 
         return
 
-    *depth, rows = x_ref.shape[:-1]
-    strip_rows = _STRIP_ROWS if rows % _STRIP_ROWS == 0 else rows
-    strips = rows // strip_rows
+    *depth, rows, _ = x_ref.shape  # no depth where the whole array has rank 2
+    strips, rest = divmod(rows, tiling.STRIP_ROWS)
 
-    @pl.loop(0, math.prod(depth) * strips)
-    def round_rows(step: jax.Array) -> None:
-        leading = [step // strips] if depth else []
-        row = pl.multiple_of(
-            step % strips * strip_rows, math.gcd(strip_rows, _STRIP_ROWS)
-        )
-        round_strip((*leading, pl.ds(row, strip_rows), slice(None)), *leading, row, 0)
+    def round_rows(place: jax.Array, row: Any, number: int) -> None:
+        leading = [place] if depth else []
+        round_strip((*leading, pl.ds(row, number), slice(None)), *leading, row, 0)
+
+    if strips:
+
+        @pl.loop(0, math.prod(depth) * strips)
+        def round_strips(step: jax.Array) -> None:
+            row = pl.multiple_of(step % strips * tiling.STRIP_ROWS, tiling.STRIP_ROWS)
+            round_rows(step // strips, row, tiling.STRIP_ROWS)
+
+    if rest:
+
+        @pl.loop(0, math.prod(depth))
+        def round_last_rows(place: jax.Array) -> None:
+            round_rows(place, rows - rest, rest)

@@ -17,7 +17,9 @@ import itertools
 import math
 
 _LANES = 128
-_SUBLANES = 16  # of a block with two-byte elements; those of four bytes need 8
+# Of a block with one-byte elements; those of two bytes need 16, those of four 8. It is
+# also what a kernel works on at once, of a block with rows.
+STRIP_ROWS = 32
 _VECTOR = 8 * _LANES
 # What a kernel works on at once, of a block of rank 1 that is larger: eight vectors.
 STRIP_ELEMENTS = 8 * _VECTOR
@@ -51,7 +53,7 @@ class Tiling:
         """Gives the VMEM that the blocks take, padded and double-buffered."""
         *leading, last = self.block_shape
         if leading:
-            leading[-1] = _round_up(leading[-1], _SUBLANES)
+            leading[-1] = _round_up(leading[-1], STRIP_ROWS)
         padded = math.prod(leading) * _round_up(last, _LANES)
         return 2 * padded * bytes_per_element
 
@@ -124,7 +126,7 @@ def _block_shape(view_shape: tuple[int, ...], elements: int) -> tuple[int, ...]:
         return (min(length, max(unit, elements // unit * unit)),)
     depth, rows, columns = view_shape
     _, padded_rows, padded_columns = _pad(view_shape)
-    fewest_rows = min(_SUBLANES, padded_rows)
+    fewest_rows = min(STRIP_ROWS, padded_rows)
     if padded_columns * fewest_rows <= elements:
         block_columns = columns
     else:
@@ -133,7 +135,7 @@ def _block_shape(view_shape: tuple[int, ...], elements: int) -> tuple[int, ...]:
     if padded_rows <= most_rows:
         block_rows = rows
     else:
-        block_rows = max(_SUBLANES, most_rows // _SUBLANES * _SUBLANES)
+        block_rows = max(STRIP_ROWS, most_rows // STRIP_ROWS * STRIP_ROWS)
     block_depth = 1
     if (block_rows, block_columns) == (rows, columns):
         block_depth = max(1, min(depth, elements // (padded_rows * padded_columns)))
@@ -143,7 +145,7 @@ def _block_shape(view_shape: tuple[int, ...], elements: int) -> tuple[int, ...]:
 def _pad(view_shape: tuple[int, ...]) -> tuple[int, ...]:
     *leading, last = view_shape
     if leading:
-        leading[-1] = _round_up(leading[-1], _SUBLANES)
+        leading[-1] = _round_up(leading[-1], STRIP_ROWS)
     return (*leading, _round_up(last, _LANES))
 
 
