@@ -114,8 +114,8 @@ def round_pallas_bare(
     bytes_per_element = x.dtype.itemsize * (1 + len(rounding.modes))
     order = tuple(range(x.ndim))
     block_shape = tiling.tile(x.shape, bytes_per_element, order=order).block_shape
-    # Of the merged leading dimensions, a block takes only the last.
-    block_shape = tuple(map(min, block_shape[-x.ndim :], x.shape[-3:]))
+    if x.ndim > 1:  # of the merged leading dimensions, a block takes only the last
+        block_shape = tuple(map(min, block_shape[-x.ndim :], x.shape[-3:]))
     outer, inner = x.shape[:-3], x.shape[-3:]
     steps = tuple(-(-n // b) for n, b in zip(inner, block_shape, strict=True))
     return _call(
@@ -287,9 +287,8 @@ class _FromHardware:
             if len(shape) > 1:
                 return pltpu.prng_random_bits(shape).astype(jnp.uint32)
             # The generator gives no line of words, but whole tiles.
-            rows = -(-patterns.size // _LANES)
-            tiles = pltpu.prng_random_bits((rows, _LANES)).astype(jnp.uint32)
-            return tiles.reshape(rows * _LANES)[: patterns.size]
+            tiles = pltpu.prng_random_bits((patterns.size // _LANES, _LANES))
+            return tiles.astype(jnp.uint32).reshape(shape)
 
         return lambda *place_in_block: draw
 
@@ -320,9 +319,6 @@ def _kernel(
     if x_ref.ndim == 1:
         (length,) = x_ref.shape
         strip = tiling.STRIP_ELEMENTS
-        if length % strip:  # an array of one small block
-            round_strip((...,), 0)
-            return
 
         @pl.loop(0, length // strip)
         def round_line(step: jax.Array) -> None:
@@ -331,8 +327,9 @@ def _kernel(
 
         return
 
-    *depth, rows, _ = x_ref.shape  # no depth where the whole array has rank 2
-    strips, rest = divmod(rows, tiling.STRIP_ROWS)
+    *depth, rows, columns = x_ref.shape  # no depth where the whole array has rank 2
+    strip_rows = tiling.strip_rows(columns)
+    strips, rest = divmod(rows, strip_rows)
 
     def round_rows(place: jax.Array, row: Any, number: int) -> None:
         leading = [place] if depth else []
@@ -342,8 +339,8 @@ def _kernel(
 
         @pl.loop(0, math.prod(depth) * strips)
         def round_strips(step: jax.Array) -> None:
-            row = pl.multiple_of(step % strips * tiling.STRIP_ROWS, tiling.STRIP_ROWS)
-            round_rows(step // strips, row, tiling.STRIP_ROWS)
+            row = pl.multiple_of(step % strips * strip_rows, strip_rows)
+            round_rows(step // strips, row, strip_rows)
 
     if rest:
 

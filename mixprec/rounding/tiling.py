@@ -17,12 +17,17 @@ import itertools
 import math
 
 _LANES = 128
-# Of a block with one-byte elements; those of two bytes need 16, those of four 8. It is
-# also what a kernel works on at once, of a block with rows.
-STRIP_ROWS = 32
+# Of a block with one-byte elements; those of two bytes need 16, those of four 8.
+_SUBLANES = 32
 _VECTOR = 8 * _LANES
-# What a kernel works on at once, of a block of rank 1 that is larger: eight vectors.
+# What a kernel works on at once, of a block of rank 1: eight vectors. A smaller array
+# has a block that reaches beyond it, since not every TPU can store a part of a vector.
 STRIP_ELEMENTS = 8 * _VECTOR
+# And of a block with rows: enough to hide what starting on a strip costs.
+_STRIP_OF_ROWS_ELEMENTS = 32 * _VECTOR
+# Of a block: more would make a strip of the fewest rows overflow the registers, and
+# what lies together in memory is long enough for a transfer.
+_MOST_COLUMNS = 2048
 
 # Half of the smallest default limit among the generations (16 MiB), for all blocks in
 # both buffers; the other half is for the compiler's temporaries.
@@ -53,7 +58,7 @@ class Tiling:
         """Gives the VMEM that the blocks take, padded and double-buffered."""
         *leading, last = self.block_shape
         if leading:
-            leading[-1] = _round_up(leading[-1], STRIP_ROWS)
+            leading[-1] = _round_up(leading[-1], _SUBLANES)
         padded = math.prod(leading) * _round_up(last, _LANES)
         return 2 * padded * bytes_per_element
 
@@ -85,6 +90,12 @@ def tile(
     return Tiling(
         order=order, view_shape=view_shape, block_shape=block_shape, grid=grid
     )
+
+
+def strip_rows(columns: int) -> int:
+    """Gives how many rows of a block a kernel works on at once: whole tiles."""
+    rows = _STRIP_OF_ROWS_ELEMENTS // _round_up(columns, _LANES)
+    return max(_SUBLANES, rows // _SUBLANES * _SUBLANES)
 
 
 def memory_order(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -122,20 +133,24 @@ def _block_shape(view_shape: tuple[int, ...], elements: int) -> tuple[int, ...]:
     """Gives the largest block of whole vectors with about `elements` elements."""
     if len(view_shape) == 1:
         (length,) = view_shape
-        unit = STRIP_ELEMENTS if elements >= STRIP_ELEMENTS else _VECTOR
-        return (min(length, max(unit, elements // unit * unit)),)
+        most = max(elements // STRIP_ELEMENTS, 1) * STRIP_ELEMENTS
+        return (min(_round_up(length, STRIP_ELEMENTS), most),)
     depth, rows, columns = view_shape
     _, padded_rows, padded_columns = _pad(view_shape)
-    fewest_rows = min(STRIP_ROWS, padded_rows)
-    if padded_columns * fewest_rows <= elements:
+    fewest_rows = min(_SUBLANES, padded_rows)
+    most_columns = min(_MOST_COLUMNS, elements // fewest_rows // _LANES * _LANES)
+    if padded_columns <= most_columns:
         block_columns = columns
     else:
-        block_columns = max(_LANES, elements // fewest_rows // _LANES * _LANES)
+        parts = -(-columns // max(_LANES, most_columns))
+        block_columns = _round_up(-(-columns // parts), _LANES)
     most_rows = elements // _round_up(block_columns, _LANES)
     if padded_rows <= most_rows:
         block_rows = rows
     else:
-        block_rows = max(STRIP_ROWS, most_rows // STRIP_ROWS * STRIP_ROWS)
+        strip = strip_rows(block_columns)
+        unit = strip if most_rows >= strip else _SUBLANES
+        block_rows = max(unit, most_rows // unit * unit)
     block_depth = 1
     if (block_rows, block_columns) == (rows, columns):
         block_depth = max(1, min(depth, elements // (padded_rows * padded_columns)))
@@ -145,7 +160,7 @@ def _block_shape(view_shape: tuple[int, ...], elements: int) -> tuple[int, ...]:
 def _pad(view_shape: tuple[int, ...]) -> tuple[int, ...]:
     *leading, last = view_shape
     if leading:
-        leading[-1] = _round_up(leading[-1], STRIP_ROWS)
+        leading[-1] = _round_up(leading[-1], _SUBLANES)
     return (*leading, _round_up(last, _LANES))
 
 
