@@ -24,6 +24,7 @@ bench-rounding: setup
 
 # What the TPU's compiler makes of it; no TPU is needed.
 bench-rounding-tpu: setup
+	PYTHONPATH=tests $(RUN)/python benchmarks/rounding_bundles.py $(ARGS)
 	PYTHONPATH=tests $(RUN)/python benchmarks/rounding_tpu.py $(ARGS)
 
 # The kernel, compiled for NVIDIA GPUs by XLA's compiler for them; no GPU is needed.

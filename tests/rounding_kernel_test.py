@@ -180,6 +180,32 @@ def test_shards_compile_for_tpu_without_communication_or_copies(spec):
         assert collective not in compiled.as_text()
 
 
+@pytest.mark.tpu_compile
+@pytest.mark.parametrize("generation", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+@pytest.mark.parametrize("out_dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_gathered_after_rounding_is_narrow(backend, out_dtype, generation):
+    devices = np.array(tpu.topology(generation).devices)
+    mesh = jax.sharding.Mesh(devices, ("fsdp",), axis_types=(AxisType.Auto,))
+    sharding = NamedSharding(mesh, PartitionSpec("fsdp"))
+    w = jax.ShapeDtypeStruct((4096, 4096), jnp.float32, sharding=sharding)
+    x = jax.ShapeDtypeStruct((8192, 4096), out_dtype, sharding=sharding)
+
+    @jax.jit
+    def run(x, w):
+        rounded = round_stochastically(
+            w,
+            out_dtype=out_dtype,
+            backend=backend,
+            sharding=sharding if backend == "pallas" else None,
+        )
+        return jax.lax.with_sharding_constraint(x @ rounded, sharding)
+
+    text = run.lower(x, w).compile().as_text()
+    gathered = re.findall(r"= \(?(\w+)\[[\d,]*\]\S*.* all-gather(?:-start)?\(", text)
+    assert gathered == ["bf16"]
+
+
 # The kernel alone
 
 BARE = [
