@@ -73,7 +73,7 @@ def peers() -> dict[str, Callable[[np.ndarray], Any]]:
     functions: dict[str, Any] = {
         "ml_dtypes astype": lambda x: x.astype(ml_dtypes.bfloat16)
     }
-    gfloat, gfloat_formats, torch, torchao, qtorch = map(
+    gfloat, gfloat_formats, torch, torchao, qtorch, pychop = map(
         _import,
         (
             "gfloat",
@@ -81,6 +81,7 @@ def peers() -> dict[str, Callable[[np.ndarray], Any]]:
             "torch",
             "torchao.optim.quant_utils",
             "qtorch.quant",
+            "pychop",
         ),
     )
     functions["gfloat nearest_even"] = gfloat and (
@@ -96,7 +97,15 @@ def peers() -> dict[str, Callable[[np.ndarray], Any]]:
         functions[f"qtorch {rounding}"] = qtorch and functools.partial(
             _qtorch, torch, qtorch, rounding
         )
+        functions[f"pychop {rounding}"] = pychop and _pychop(pychop, rounding)
     return functions
+
+
+def _pychop(pychop: Any, rounding: str) -> Callable[[np.ndarray], Any]:
+    pychop.backend("jax")
+    rmode = {"nearest": 1, "stochastic": 5}[rounding]
+    chop = pychop.Chop(exp_bits=8, sig_bits=7, rmode=rmode)
+    return lambda x: chop(jnp.asarray(x))
 
 
 def _qtorch(torch: Any, qtorch: Any, rounding: str, x: np.ndarray) -> Any:
