@@ -26,6 +26,7 @@ import mixprec
 from mixprec.rounding import tiling
 
 _KEY = 0
+_LAYERS = ((4096, 16384), (16384, 4096))
 _BYTES = 6  # of one element, float32 in and bfloat16 out
 
 
@@ -88,19 +89,32 @@ def cost_table(generations: list[str]) -> rich.table.Table:
             ]
             cells.append(" | ".join(f"{ratio:.3f}" for ratio in found))
         table.add_row(name, "bytes", *cells)
+    layers = (x, *(jax.ShapeDtypeStruct(n, jnp.float32) for n in _LAYERS))
     products = {
-        "x @ nearest_even(w)": functools.partial(_product, _nearest),
-        "x @ stochastic(w)": functools.partial(_product, _stochastic),
-        "x @ stochastic(w) and x @ stochastic(w).T": _two_products,
+        "x @ nearest_even(w)": (functools.partial(_product, _nearest), (x, w)),
+        "x @ stochastic(w)": (functools.partial(_product, _stochastic), (x, w)),
+        "x @ stochastic(w), x @ stochastic(w).T": (_two_products, (x, w)),
+        "feed-forward layers, nearest_even": (
+            functools.partial(_layers, _nearest),
+            layers,
+        ),
+        "feed-forward layers, stochastic": (
+            functools.partial(_layers, _stochastic),
+            layers,
+        ),
+        "their gradient, stochastic": (
+            functools.partial(_gradient, _stochastic),
+            layers,
+        ),
     }
-    for name, function in products.items():
+    for name, (function, arguments) in products.items():
         cells = []
         for generation in generations:
             base, *found = (
-                _cost(generation, function, backend, (x, w))["optimal_seconds"]
+                _cost(generation, function, backend, arguments)["optimal_seconds"]
                 for backend in (None, "xla", "pallas")
             )
-            # Of some programs for tpu7x the compiler estimates no time.
+            # Of some programs the compiler estimates no time.
             ratios = [f"{t / base:.3f}" if min(t, base) > 0 else "-" for t in found]
             cells.append(" | ".join(ratios))
         table.add_row(name, "time", *cells)
@@ -148,6 +162,23 @@ def _two_products(
 ) -> tuple[jax.Array, jax.Array]:
     rounded = _stochastic(backend, w)
     return x @ rounded, x @ rounded.T
+
+
+def _layers(
+    round_it: Callable[..., jax.Array], backend: Any, x: jax.Array, *w: jax.Array
+) -> jax.Array:
+    first, second = (round_it(backend, weight) for weight in w)
+    return x + jax.nn.gelu(x @ first) @ second
+
+
+def _gradient(
+    round_it: Callable[..., jax.Array], backend: Any, x: jax.Array, *w: jax.Array
+) -> Any:
+    def loss(*arguments: jax.Array) -> jax.Array:
+        y = _layers(round_it, backend, *arguments)
+        return jnp.mean(y.astype(jnp.float32) ** 2)
+
+    return jax.grad(loss, argnums=(0, 1, 2))(x, *w)
 
 
 def main() -> None:

@@ -62,9 +62,9 @@ def choose_backend(backend: str) -> str:
 
     "auto" is "xla" on every platform. XLA fuses the bit operations into whatever
     produces or reads the value and partitions them over a mesh. Compiled for TPUs, both
-    read and write the least bytes possible for a rounding alone; in front of a product
-    the operations cost nothing on v4, v5e and v5p, where a separate kernel writes its
-    copy to memory and reads it back (figures, also for v6e, in docs/rounding.md). The
+    read and write the least bytes possible for a rounding alone; between the layers of
+    a model the operations cost next to nothing, where a separate kernel writes its copy
+    to memory and reads it back (figures in docs/rounding.md). The
     kernel is for those who want the rounded copy to be a separate array made in one
     pass.
 
