@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import rounding_oracle as oracle
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import mixprec
 
@@ -231,7 +232,32 @@ def test_agrees_with_gfloat_in_float64(name, mode, saturate):
                 ValueError,
                 f"`random_bits` must be from 1 to 32, got {number}",
             )
-            for number in (0, 33, 1.5)
+            for number in (0, 33, np.int8(-1))
+        ),
+        *(
+            (
+                {"mode": "stochastic", "key": 1, "random_bits": number},
+                TypeError,
+                "`random_bits` must be an integer from 1 to 32 or None, got ",
+            )
+            for number in (
+                8.0,
+                True,
+                np.True_,
+                "8",
+                [8],
+                np.array(8),
+                jnp.array(8),
+                np.ones(3),
+            )
+        ),
+        *(
+            (
+                {"mode": "toward_zero", "out_dtype": jnp.float32, "in_place": value},
+                TypeError,
+                "`in_place` must be True or False, got ",
+            )
+            for value in (1, 0, "yes", None, [], np.ones(3))
         ),
         (
             {"mode": "toward_zero", "overflow": "saturated"},
@@ -283,6 +309,139 @@ def test_bad_options_are_refused(options, error, message):
         mixprec.round_to(jnp.zeros(3), **options)
 
 
+NO_CHOICES = (None, 3, [], ["inf"], {}, np.ones(3), np.array("inf"), jnp.ones(3))
+
+
+@pytest.mark.parametrize("value", NO_CHOICES)
+@pytest.mark.parametrize(
+    "name", ["mode", "overflow", "gradient", "backend", "random_source"]
+)
+def test_what_is_no_string_is_no_choice(name, value):
+    options = {"mode": "stochastic", "key": 1, name: value}
+    with pytest.raises(ValueError, match=f"`{name}` must be one of "):
+        mixprec.round_to(jnp.zeros(3), **options)
+
+
+@pytest.mark.parametrize("value", NO_CHOICES)
+@pytest.mark.parametrize("name", ["exact", "overflow", "gradient", "backend"])
+def test_what_is_no_string_is_no_choice_for_the_bracket(name, value):
+    with pytest.raises(ValueError, match=f"`{name}` must be one of "):
+        mixprec.round_bracket(jnp.zeros(3), **{name: value})
+
+
+NO_DTYPES = ("foo", "", "(2,", 3, [], {"a": 1}, ["a"], np.ones(3), np.ones)
+
+
+@pytest.mark.parametrize("dtype", [*NO_DTYPES, jnp.zeros(3)])
+def test_what_is_no_dtype_is_refused_by_the_name_of_the_argument(dtype):
+    x = jnp.zeros(3)
+    for message, options in (
+        ("`dtype` must be one of bfloat16, float16, .*, got ", {"dtype": dtype}),
+        ("`out_dtype` must be bfloat16 or float32, got ", {"out_dtype": dtype}),
+    ):
+        with pytest.raises(TypeError, match=message):
+            mixprec.round_to(x, mode="toward_zero", **options)
+        with pytest.raises(TypeError, match=message):
+            mixprec.round_bracket(x, **options)
+
+
+def test_integers_and_booleans_of_numpy_are_taken():
+    x = normal(4, 5)
+    for options in ({}, {"out_dtype": np.dtype("float32"), "in_place": np.True_}):
+        found, expected = (
+            mixprec.round_to(x, mode="stochastic", key=3, random_bits=bits, **options)
+            for bits in (np.uint8(5), 5)
+        )
+        np.testing.assert_array_equal(found, expected)
+
+
+def mesh_of_two():
+    return jax.make_mesh((2,), ("a",), axis_types=(AxisType.Auto,))
+
+
+@pytest.mark.parametrize("backend", ["auto", *BACKENDS])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda mesh: PartitionSpec("a"),
+        lambda mesh: mesh,
+        lambda mesh: jax.sharding.SingleDeviceSharding(jax.devices()[0]),
+        lambda mesh: NamedSharding(mesh.abstract_mesh, PartitionSpec("a")),
+        lambda mesh: NamedSharding(
+            jax.sharding.Mesh(np.array([]), ("a",)), PartitionSpec("a")
+        ),
+        *(lambda mesh, v=v: v for v in ("a", 0, 1, False, (), np.ones(2))),
+    ],
+)
+def test_what_is_no_sharding_over_devices_is_refused(make, backend):
+    options = dict(backend=backend, sharding=make(mesh_of_two()))
+    message = "`sharding` must be a jax.sharding.NamedSharding over a mesh of devices"
+    with pytest.raises(TypeError, match=message):
+        mixprec.round_to(normal(4, 6), mode="toward_zero", **options)
+    with pytest.raises(TypeError, match=message):
+        mixprec.round_bracket(normal(4, 6), **options)
+
+
+@pytest.mark.parametrize("backend", ["auto", *BACKENDS])
+def test_a_sharding_that_leaves_a_dimension_open_is_refused(backend):
+    spec = PartitionSpec("a", PartitionSpec.UNCONSTRAINED)
+    options = dict(backend=backend, sharding=NamedSharding(mesh_of_two(), spec))
+    message = "`sharding` must say how each dimension is split, got .*UNCONSTRAINED"
+    with pytest.raises(ValueError, match=message):
+        mixprec.round_to(normal(4, 6), mode="toward_zero", **options)
+    with pytest.raises(ValueError, match=message):
+        mixprec.round_bracket(normal(4, 6), **options)
+
+
+def test_xla_takes_a_sharding_that_does_not_divide():
+    x = normal(5, 7)
+    sharding = NamedSharding(mesh_of_two(), PartitionSpec("a"))
+    found = mixprec.round_to(x, mode="to_odd", backend="xla", sharding=sharding)
+    np.testing.assert_array_equal(found, mixprec.round_to(x, mode="to_odd"))
+
+
+@pytest.mark.parametrize(
+    ("x", "got"),
+    [
+        (None, "NoneType"),
+        ("one", "str"),
+        (["one"], "list"),
+        ([None], "list"),
+        ([[1.0, 2.0], [3.0]], "list"),
+        ({"a": np.zeros(3, np.float32)}, "dict"),
+        (object(), "object"),
+        (10**30, "int"),
+        (jnp.bfloat16, "_ScalarMeta"),
+        (jax.ShapeDtypeStruct((3,), jnp.float32), "ShapeDtypeStruct"),
+        (np.array(["one"]), "ndarray of <U3"),
+        (np.zeros(3, ">f4"), "ndarray of >f4"),
+        (np.ma.zeros(3, np.float32), "MaskedArray of float32"),
+    ],
+)
+def test_what_is_no_array_is_refused(x, got):
+    message = f"`x` must be float32, bfloat16, .*, got {got}. .*one array"
+    for function in (
+        lambda x: mixprec.round_to(x, mode="toward_zero"),
+        mixprec.round_bracket,
+        mixprec.round_down_and_up,
+    ):
+        with pytest.raises(TypeError, match=message):
+            function(x)
+
+
+def test_lists_of_numbers_and_of_arrays_are_taken():
+    for x in ([1.001, 2], [np.float32(1.001), jnp.float32(2)]):
+        assert mixprec.round_to(x, mode="toward_zero").tolist() == [1, 2]
+
+
+def test_a_tracer_that_has_leaked_is_not_taken_for_a_wrong_type():
+    leaked = []
+    jax.jit(leaked.append)(jnp.zeros(3))
+    for x in (leaked[0], leaked):
+        with pytest.raises(jax.errors.UnexpectedTracerError):
+            mixprec.round_to(x, mode="toward_zero")
+
+
 @pytest.mark.parametrize("x", [jnp.zeros(3, jnp.int32), np.zeros(3, bool)])
 def test_other_dtypes_are_refused(x):
     with pytest.raises(TypeError, match="`x` must be float32, bfloat16, float16, "):
@@ -306,3 +465,9 @@ def test_round_down_and_up_refuses_what_is_no_single_kernel():
             mixprec.round_down_and_up(jnp.zeros(shape))
     with pytest.raises(TypeError, match="`x` must be float32, got bfloat16"):
         mixprec.round_down_and_up(jnp.zeros(3, jnp.bfloat16))
+
+
+def test_round_down_and_up_refuses_a_symbolic_shape():
+    x = jax.ShapeDtypeStruct(jax.export.symbolic_shape("a, b"), jnp.float32)
+    with pytest.raises(ValueError, match=r"`x` must have a shape .*, got \(a, b\)"):
+        jax.export.export(jax.jit(mixprec.round_down_and_up))(x)

@@ -149,6 +149,56 @@ def test_float64_is_rounded_once(backend):
         assert gradient(x).dtype == jnp.float64
 
 
+# Symbolic shapes
+
+
+def exported(function, dtype="float32"):
+    x = jax.ShapeDtypeStruct(jax.export.symbolic_shape("a, b"), dtype)
+    return jax.export.export(jax.jit(function))(x)
+
+
+@pytest.mark.parametrize("mode", oracle.DETERMINISTIC)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_an_exported_function_of_any_shape_rounds_the_same(dtype, mode):
+    def round_it(x):
+        return mixprec.round_to(x, mode=mode)
+
+    called = exported(round_it, dtype).call
+    for shape in ((3, 5), (16, 130)):
+        x = normal(*shape).astype(dtype)
+        np.testing.assert_array_equal(words(called(x)), words(round_it(x)))
+
+
+def test_gradients_and_brackets_of_any_shape_are_exported():
+    def both(x):
+        down, up = mixprec.round_bracket(x, out_dtype=jnp.float32, gradient="clipped")
+        return jnp.sum(down * up)
+
+    called = exported(jax.value_and_grad(both)).call
+    for shape in ((3, 5), (16, 130)):
+        x = normal(*shape)
+        for found, expected in zip(called(x), jax.value_and_grad(both)(x), strict=True):
+            np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mode": "stochastic", "key": 1},
+        {"mode": "stochastic", "key": 1, "backend": "pallas"},
+        {"mode": "toward_zero", "backend": "pallas"},
+        {"mode": "toward_zero", "backend": "pallas", "sharding": "a"},
+    ],
+)
+def test_neither_draws_nor_the_kernel_take_a_symbolic_shape(options):
+    if "sharding" in options:
+        mesh = jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+        spec = jax.sharding.PartitionSpec(options["sharding"])
+        options = options | {"sharding": jax.sharding.NamedSharding(mesh, spec)}
+    with pytest.raises(ValueError, match=r"`x` must have a shape .*, got \(a, b\)"):
+        exported(lambda x: mixprec.round_to(x, **options))
+
+
 # Platforms
 
 
@@ -157,3 +207,9 @@ def test_pallas_is_refused_where_it_cannot_be_had(monkeypatch):
     with pytest.raises(ValueError, match='on this platform .neuron., got "pallas"'):
         dispatch.choose_backend("pallas")
     assert dispatch.choose_backend("auto") == "xla"
+
+
+@pytest.mark.parametrize("backend", ["triton", None, [], np.array(["xla", "auto"])])
+def test_unknown_backends_are_refused(backend):
+    with pytest.raises(ValueError, match="`backend` must be one of auto, pallas, xla"):
+        dispatch.choose_backend(backend)

@@ -37,3 +37,10 @@ def test_formats_are_found_by_every_way_to_name_a_dtype():
 def test_other_dtypes_are_refused_with_those_there_are(dtype):
     with pytest.raises(TypeError, match=f"`dtype` must be one of bfloat16, .*{dtype}"):
         formats.find_format(dtype)
+
+
+@pytest.mark.parametrize("dtype", [None, "foo", 3, "(2,", np.zeros(3), jnp.zeros(3)])
+def test_what_is_no_dtype_is_refused_as_it_was_given(dtype):
+    with pytest.raises(TypeError, match="`dtype` must be one of bfloat16, ") as error:
+        formats.find_format(dtype)
+    assert f"got {dtype!r}. " in str(error.value)

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 
 from mixprec.rounding import modes
@@ -19,6 +20,9 @@ def test_known_modes_pass(mode):
         ("towards_zero", "Did you mean 'toward_zero'?"),
         ("xyz", "Choose one of them"),
         (None, "Choose one of them"),
+        (np.zeros(3), "Choose one of them"),
+        (np.array(["to_odd", "to_even"]), "Choose one of them"),
+        (["to_odd"], "Did you mean 'to_odd'?"),
     ],
 )
 def test_unknown_modes_are_refused_with_the_near_one(mode, hint):

@@ -184,6 +184,12 @@ def test_a_dimension_beyond_2_to_32_is_refused():
         random.row_major_strides((2**32 + 1, 2))
 
 
+def test_a_symbolic_shape_cannot_be_counted():
+    shape = jax.export.symbolic_shape("a, 4")
+    with pytest.raises(ValueError, match=r"`x` must have a shape .*, got \(a, 4\)"):
+        random.row_major_strides(shape)
+
+
 def test_the_second_word_tells_draws_apart():
     draws = [draw(high=jnp.uint32(high)) for high in (0, 1, 2, 80)] + [draw()]
     for first, second in itertools.combinations(draws, 2):
@@ -243,11 +249,23 @@ def test_a_traced_key_gives_the_same_seed():
 
 
 @pytest.mark.parametrize(
-    "key", [1.5, "a", True, None, np.float32(1), jnp.float32([1, 2]), [1, 2]]
+    "key",
+    [
+        *(1.5, "a", True, np.True_, None, [1, 2], {}),
+        *(np.float32(1), np.array(1), np.uint32([[1, 2]]), np.array(None)),
+        *(jnp.float32([1, 2]), jnp.int32([1, 2]), jnp.uint32(1)),
+        jnp.zeros(0, jnp.uint32),
+        jax.ShapeDtypeStruct((2,), jnp.uint32),
+    ],
 )
 def test_what_is_no_key_is_refused(key):
     with pytest.raises(TypeError, match="`key` must be one JAX key or a non-negative"):
         random.seed_from_key(key)
+
+
+def test_a_traced_integer_is_refused():
+    with pytest.raises(TypeError, match="`key` must be one JAX key or a non-negative"):
+        jax.jit(random.seed_from_key)(3)
 
 
 def test_several_keys_are_refused():

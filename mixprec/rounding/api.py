@@ -1,5 +1,6 @@
 """`round_to`, `round_bracket` and `round_down_and_up`: what users call, and checks."""
 
+import operator
 from typing import Any, Literal
 
 import jax
@@ -72,7 +73,7 @@ def round_to(
         or "auto". The results are equal bit for bit.
       sharding: for "pallas": how `x` is split over devices, so that the kernel runs on
         each shard. Need not be given where it is known: of an array that is no tracer,
-        and in a mesh with explicit axes.
+        and in a mesh with explicit axes. "xla" leaves it aside.
       in_place: for float32 to float32: whether the kernel writes over `x`, where the
         program needs it no more (where it does, `x` is copied first). XLA's operations
         do so by themselves.
@@ -81,11 +82,12 @@ def round_to(
       [...] `out_dtype`.
 
     Raises:
-      TypeError: `x`, `dtype`, `out_dtype` or `key` is of a type not listed above.
+      TypeError: `x`, `dtype`, `out_dtype`, `key`, `random_bits`, `sharding` or
+        `in_place` is of a type not listed above.
       ValueError: an argument is none of its allowed values; "stochastic" without a key,
         or another mode with `key` or `random_bits`; "pallas" or "hardware" where it
         cannot be had; a `sharding` that does not divide `x`; `in_place` for other
-        dtypes than float32.
+        dtypes than float32; "stochastic" or "pallas" for an `x` of symbolic shape.
 
     Example:
       >>> x = jnp.float32([1.0, 1.001, -1.001])
@@ -94,7 +96,7 @@ def round_to(
       >>> mixprec.round_to(x, mode="away_from_zero")
       Array([1, 1.00781, -1.00781], dtype=bfloat16)
     """
-    _check_draw(mode, key, random_bits, random_source)
+    modes_lib.check_mode(mode)
     rounding = make_rounding(
         dtype,
         (mode,),
@@ -103,7 +105,13 @@ def round_to(
         random_bits=random_bits,
         random_source=random_source,
     )
+    _check_draw(mode, key, random_bits, random_source)
     modes_lib.check_choice("gradient", gradient, dispatch.GRADIENTS)
+    _check_sharding(sharding)
+    if not isinstance(in_place, (bool, np.bool_)):
+        raise TypeError(
+            f"`in_place` must be True or False, got {in_place!r}. Pass one of them."
+        )
     x = as_rounding_input(x)
     if in_place and not x.dtype == rounding.out_dtype == jnp.float32:
         raise ValueError(
@@ -118,7 +126,7 @@ def round_to(
         backend=backend,
         gradient=gradient,
         sharding=sharding,
-        in_place=in_place,
+        in_place=bool(in_place),
     )
     return rounded
 
@@ -157,6 +165,7 @@ def round_bracket(
     """
     modes_lib.check_choice("exact", exact, EXACTS)
     modes_lib.check_choice("gradient", gradient, dispatch.GRADIENTS)
+    _check_sharding(sharding)
     up_mode = modes_lib.NEXT if exact == "next" else "away_from_zero"
     rounding = make_rounding(
         dtype, ("toward_zero", up_mode), overflow=overflow, out_dtype=out_dtype
@@ -189,8 +198,8 @@ def round_down_and_up(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     Raises:
       TypeError: `x` is not float32.
-      ValueError: `x` has no element or no dimension, or the platform is neither TPU nor
-        CPU.
+      ValueError: `x` has no element, no dimension or a symbolic one, or the platform is
+        neither TPU nor CPU.
     """
     dispatch.choose_backend("pallas")
     x = as_rounding_input(x)
@@ -198,6 +207,7 @@ def round_down_and_up(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         raise TypeError(
             f"`x` must be float32, got {x.dtype}. Convert it, or use round_bracket."
         )
+    random.check_sizes_known(x.shape)
     if x.ndim == 0 or x.size == 0:
         raise ValueError(
             "`x` must have a dimension, and none of 0, got shape "
@@ -223,27 +233,47 @@ def make_rounding(
     to = formats.find_format(dtype)
     modes_lib.check_choice("overflow", overflow, OVERFLOWS)
     modes_lib.check_choice("random_source", random_source, RANDOM_SOURCES)
-    chosen = jnp.dtype(to.dtype if out_dtype is None else out_dtype)
-    if chosen not in (jnp.dtype(to.dtype), jnp.float32):
+    chosen = to.dtype if out_dtype is None else formats.dtype_name(out_dtype)
+    if chosen not in (to.dtype, "float32"):
         raise TypeError(
-            f"`out_dtype` must be {to.dtype} or float32, got {chosen.name}. "
-            "Convert the result afterwards."
+            f"`out_dtype` must be {to.dtype} or float32, got "
+            f"{chosen or repr(out_dtype)}. Convert the result afterwards."
         )
     return Rounding(
         to=to,
         modes=modes,
-        out_dtype=chosen,
+        out_dtype=jnp.dtype(chosen),
         saturate=overflow == "saturate",
-        random_width=random_bits,
+        random_width=_random_width(random_bits),
         hash_values=hash_values,
         random_source=random_source,
     )
 
 
+def _random_width(random_bits: Any) -> int | None:
+    if random_bits is None:
+        return None
+    try:
+        # Arrays, tracers among them, hold numbers but are none.
+        if isinstance(random_bits, (bool, np.ndarray, jax.Array)):
+            raise TypeError
+        width = operator.index(random_bits)
+    except TypeError:
+        raise TypeError(
+            "`random_bits` must be an integer from 1 to 32 or None, got "
+            f"{random_bits!r}. Leave it out for all that count."
+        ) from None
+    if width not in range(1, 33):
+        raise ValueError(
+            f"`random_bits` must be from 1 to 32, got {width}. "
+            "Leave it out for all that count."
+        )
+    return width
+
+
 def _check_draw(
     mode: str, key: Any, random_bits: int | None, random_source: str
 ) -> None:
-    modes_lib.check_mode(mode)
     if mode == "stochastic" and key is None:
         raise ValueError(
             '`key` must be given for mode "stochastic", got None. '
@@ -260,23 +290,45 @@ def _check_draw(
                 f'`{name}` must be left out for mode "{mode}", which draws nothing, '
                 f'got {value!r}. Drop it, or choose mode "stochastic".'
             )
-    if random_bits is not None and random_bits not in range(1, 33):
+
+
+def _check_sharding(sharding: Any) -> None:
+    if sharding is None:
+        return
+    mesh = getattr(sharding, "mesh", None)
+    is_named = isinstance(sharding, jax.sharding.NamedSharding)
+    if not is_named or not isinstance(mesh, jax.sharding.Mesh) or mesh.empty:
+        raise TypeError(
+            "`sharding` must be a jax.sharding.NamedSharding over a mesh of devices, "
+            f"got {sharding!r}. Make one of a mesh and a PartitionSpec, or drop it."
+        )
+    if jax.sharding.PartitionSpec.UNCONSTRAINED in sharding.spec:
         raise ValueError(
-            f"`random_bits` must be from 1 to 32, got {random_bits!r}. "
-            "Leave it out for all that count."
+            "`sharding` must say how each dimension is split, got "
+            f"{sharding.spec}. Write a mesh axis or None in place of UNCONSTRAINED."
         )
 
 
 def as_rounding_input(x: Any) -> jax.Array:
     """Gives `x` as an array; raises TypeError if it cannot be rounded."""
     narrow = [format_.dtype for format_ in formats.FORMATS]
+    rule = f"float32, {', '.join(narrow)} or, with jax_enable_x64, float64"
     given = getattr(x, "dtype", None)
     if given != np.float64 or jax.config.read("jax_enable_x64"):
-        x = jnp.asarray(x)
+        try:
+            x = jnp.asarray(x)
+        except jax.errors.JAXTypeError:  # about tracers
+            raise
+        except (TypeError, ValueError, OverflowError) as error:
+            dtype = f" of {given}" if isinstance(x, np.ndarray) else ""
+            raise TypeError(
+                f"`x` must be {rule}, got {type(x).__name__}{dtype}. Pass one array "
+                "of numbers; those of a tree one by one, as by `jax.tree.map`."
+            ) from error
         given = x.dtype
         if given.name in ("float32", "float64", *narrow):
             return x
     raise TypeError(
-        f"`x` must be float32, {', '.join(narrow)} or, with jax_enable_x64, float64, "
-        f"got {given}. Convert it to float32 first, knowing that this may round."
+        f"`x` must be {rule}, got {given}. Convert it to float32 first, knowing that "
+        "this may round."
     )

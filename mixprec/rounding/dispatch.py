@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from mixprec.rounding import bits as bits_lib
-from mixprec.rounding import elements, formats, kernel, random
+from mixprec.rounding import elements, formats, kernel, modes, random
 from mixprec.rounding.bits import Rounding
 
 Backend = Literal["auto", "pallas", "xla"]
@@ -41,8 +41,9 @@ def round_seeded(
       One [...] `rounding.out_dtype` a mode.
 
     Raises:
-      ValueError: unknown or unavailable backend, a sharding that does not fit `x`, or
-        bits from the hardware for anything but the kernel.
+      ValueError: unknown or unavailable backend, a sharding that does not fit `x`,
+        bits from the hardware for anything but the kernel, or a symbolic shape for the
+        kernel or for draws.
     """
     if choose_backend(backend) == "pallas":
         sharding = kernel.check_sharding(x, sharding or kernel.known_sharding(x))
@@ -71,11 +72,7 @@ def choose_backend(backend: str) -> str:
     Raises:
       ValueError: unknown name, or "pallas" on a platform without the kernel.
     """
-    if backend not in BACKENDS:
-        raise ValueError(
-            f"`backend` must be one of {', '.join(BACKENDS)}, got {backend!r}. "
-            'Leave it out for "auto".'
-        )
+    modes.check_choice("backend", backend, BACKENDS)
     if backend == "pallas" and jax.default_backend() not in kernel.PLATFORMS:
         raise ValueError(
             '`backend` must be "xla" or "auto" on this platform '
@@ -120,7 +117,9 @@ def _round(
     options: kernel.Options | None,
 ) -> tuple[jax.Array, ...]:
     """Rounds in the kernel, or without `options` by XLA operations."""
-    strides = random.row_major_strides(x.shape)
+    # Without draws XLA's operations need none, and take symbolic shapes.
+    is_counted = seed is not None or options is not None
+    strides = random.row_major_strides(x.shape if is_counted else ())
     if options is None or x.size == 0:
         return _in_xla(x, seed, rounding, strides)
     words = None

@@ -1,6 +1,7 @@
 """The number formats that values are rounded to, and what tells one from another."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -88,10 +89,21 @@ def find_format(dtype: jax.typing.DTypeLike) -> Format:
     Raises:
       TypeError: there is none for it; the message names those there are.
     """
-    name = jnp.dtype(dtype).name
+    name = dtype_name(dtype)
     if name not in _BY_NAME:
         raise TypeError(
-            f"`dtype` must be one of {', '.join(_BY_NAME)}, got {name}. "
+            f"`dtype` must be one of {', '.join(_BY_NAME)}, got {name or repr(dtype)}. "
             "Choose one of them."
         )
     return _BY_NAME[name]
+
+
+def dtype_name(dtype: Any) -> str | None:
+    """Gives the name of a dtype, or None for what is no dtype."""
+    # NumPy takes None for float64, and a JAX array for the dtype it has.
+    if dtype is None or isinstance(dtype, (np.ndarray, jax.Array)):
+        return None
+    try:
+        return jnp.dtype(dtype).name
+    except Exception:  # of several kinds, SyntaxError among them
+        return None

@@ -258,7 +258,12 @@ def _batched_sharding(
 def check_sharding(
     x: jax.Array, sharding: jax.sharding.NamedSharding | None
 ) -> jax.sharding.NamedSharding | None:
-    """Gives `sharding`; raises ValueError if it does not divide `x` evenly."""
+    """Gives `sharding`, checked against the shape of `x`.
+
+    Raises:
+      ValueError: it does not divide `x` evenly, or `x` has a symbolic shape.
+    """
+    random.check_sizes_known(x.shape)
     if sharding is None:
         return None
     try:

@@ -52,7 +52,8 @@ def check_mode(mode: str) -> None:
 
 def check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
     """Raises ValueError, with the nearest name, if `value` is none of `allowed`."""
-    if value in allowed:
+    # Equality alone would not do: an array gives one answer for each of its elements.
+    if isinstance(value, str) and value in allowed:
         return
     near = difflib.get_close_matches(str(value), allowed, n=1)
     hint = f"Did you mean {near[0]!r}?" if near else "Choose one of them."

@@ -65,8 +65,9 @@ def row_major_strides(shape: tuple[int, ...]) -> Strides:
     """Gives the strides of elements counted in row-major order.
 
     Raises:
-      ValueError: a dimension is longer than 2^32.
+      ValueError: a dimension is longer than 2^32, or symbolic.
     """
+    check_sizes_known(shape)
     if any(size > 2**32 for size in shape):
         raise ValueError(
             f"`x` must have no dimension longer than 2**32, got shape {shape}. "
@@ -84,6 +85,16 @@ def row_major_strides(shape: tuple[int, ...]) -> Strides:
         is_high = dimension < first_low and size > 1
         high.append(leading if is_high else 0)
     return Strides(tuple(low), tuple(high))
+
+
+def check_sizes_known(shape: tuple[Any, ...]) -> None:
+    """Raises ValueError if a dimension is symbolic, as `jax.export` can make it."""
+    if not all(isinstance(size, int) for size in shape):
+        raise ValueError(
+            '`x` must have a shape of known sizes for mode "stochastic" and for the '
+            f"kernel, got {shape}. Export it for each shape, or take another mode with "
+            'backend "xla".'
+        )
 
 
 def element_index(shape: tuple[int, ...], strides: tuple[int, ...]) -> jax.Array:
@@ -160,7 +171,8 @@ def seed_from_key(key: jax.Array | int) -> jax.Array:
         words = jax.random.key_data(key)
     else:
         words = key
-    if getattr(words, "dtype", None) != jnp.uint32 or words.ndim != 1:
+    is_array = isinstance(words, (np.ndarray, jax.Array))
+    if not is_array or words.dtype != jnp.uint32 or words.ndim != 1 or not words.size:
         described = getattr(key, "aval", None) or repr(key)
         raise TypeError(
             "`key` must be one JAX key or a non-negative integer seed, got "
