@@ -14,11 +14,13 @@ from mixprec.rounding import kernel
 
 KEY = jax.random.key(0)
 BACKENDS = ("xla", "pallas")
+COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute")
 SPECS = [
     PartitionSpec("a", "b"),
     PartitionSpec(("a", "b"), None),
     PartitionSpec(None, ("b", "a")),
     PartitionSpec("b"),
+    PartitionSpec(),
 ]
 
 
@@ -75,6 +77,27 @@ def test_an_axis_of_size_0_can_be_mapped():
         assert (found.shape, found.dtype) == ((0, 4), jnp.bfloat16)
 
 
+def test_vmap_over_keys_keeps_the_payloads_of_nans():
+    patterns = np.random.default_rng(0).integers(0x7F800000, 2**31, 64, np.uint32)
+    x = jnp.asarray(patterns.view(np.float32))
+    keys = jax.random.split(KEY, 3)
+    for dtype in (jnp.bfloat16, jnp.float16, jnp.float8_e5m2):
+        for source in (jnp.float32, jnp.bfloat16):
+            is_narrow = source == jnp.bfloat16
+            y = mixprec.round_to(x, mode="toward_zero") if is_narrow else x
+            found = [
+                words(
+                    jax.vmap(
+                        lambda key, y=y, d=dtype, b=b: mixprec.round_to(
+                            y, d, mode="stochastic", key=key, backend=b
+                        )
+                    )(keys)
+                )
+                for b in BACKENDS
+            ]
+            np.testing.assert_array_equal(*found)
+
+
 # Shards
 
 
@@ -102,8 +125,7 @@ def test_shards_draw_what_the_whole_array_draws(spec, kind, backend):
 
     compiled = jitted.lower(placed).compile()
     np.testing.assert_array_equal(words(compiled(placed)), expected)
-    for collective in ("all-gather", "all-reduce", "all-to-all", "collective-permute"):
-        assert collective not in compiled.as_text()
+    assert not any(name in compiled.as_text() for name in COLLECTIVES)
 
 
 @pytest.mark.parametrize("devices", [1, 2, 4, 8])
@@ -127,6 +149,104 @@ def test_shards_in_a_batch_draw_what_each_member_draws():
     found = words(jax.jit(jax.vmap(one))(x))
     for member, expected in zip(found, x, strict=True):
         np.testing.assert_array_equal(member, words(round_stochastically(expected)))
+
+
+@pytest.mark.parametrize("spec", [("a", "b"), (None, "a", "b"), ("b",), ()], ids=str)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_a_batch_can_itself_be_split(kind, spec):
+    x = normal(8, 8, 16)
+    keys = jax.random.split(KEY, 8)
+    placed = place(x, PartitionSpec(*spec), kind)
+    # With explicit axes `jax.vmap` wants all it maps over to be split alike.
+    placed_keys = jax.device_put(
+        keys, NamedSharding(placed.sharding.mesh, PartitionSpec(*spec[:1]))
+    )
+
+    def one(x, key, backend="pallas"):
+        return mixprec.round_to(x, mode="stochastic", key=key, backend=backend)
+
+    for keys_in, placed_in, axes in (
+        (KEY, KEY, (0, None)),
+        (keys, placed_keys, (0, 0)),
+    ):
+        expected = words(jax.vmap(lambda x, key: one(x, key, "xla"), axes)(x, keys_in))
+        for run in (jax.vmap(one, axes), jax.jit(jax.vmap(one, axes))):
+            np.testing.assert_array_equal(words(run(placed, placed_in)), expected)
+    over_keys = jax.vmap(jax.vmap(one, (0, None)), (None, 0))
+    expected = words(
+        jax.vmap(jax.vmap(lambda x, k: one(x, k, "xla"), (0, None)), (None, 0))(x, keys)
+    )
+    np.testing.assert_array_equal(words(over_keys(placed, keys)), expected)
+
+
+def test_what_xla_splits_it_rounds(caplog):
+    x = normal(64, 96)
+    placed = place(x, PartitionSpec("a", "b"), AxisType.Auto)
+    kernel._log_fallback.cache_clear()
+    run = jax.jit(lambda x: round_stochastically(x, backend="pallas"))
+    with caplog.at_level(logging.WARNING):
+        compiled = run.lower(placed).compile()
+    assert [r for r in caplog.records if "the sharding of `x` is not" in r.getMessage()]
+    found = compiled(placed)
+    np.testing.assert_array_equal(words(found), words(round_stochastically(x)))
+    assert found.sharding.is_equivalent_to(placed.sharding, 2)
+    assert not any(name in compiled.as_text() for name in COLLECTIVES)
+    from_hardware = jax.jit(
+        lambda x: round_stochastically(x, backend="pallas", random_source="hardware")
+    )
+    with pytest.raises(ValueError, match="`sharding` must be given for `random_source"):
+        from_hardware(placed)
+
+
+@pytest.mark.tpu_compile
+def test_what_xla_splits_it_rounds_on_a_tpu():
+    devices = np.array(tpu.topology("v5e:2x2").devices)
+    mesh = jax.sharding.Mesh(devices, ("a",), axis_types=(AxisType.Auto,))
+    for spec in (PartitionSpec("a"), PartitionSpec()):
+        sharding = NamedSharding(mesh, spec)
+        x = jax.ShapeDtypeStruct((4096, 8192), jnp.float32, sharding=sharding)
+        run = jax.jit(lambda x: round_stochastically(x, backend="pallas"))
+        compiled = run.lower(x).compile()
+        assert tpu.kernels(compiled) == 0
+        assert tpu.moves(compiled, sharding.shard_shape(x.shape)) == []
+        assert not any(name in compiled.as_text() for name in COLLECTIVES)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_inside_shard_map_each_device_can_have_its_key(backend, check_vma):
+    x = normal(16, 10)
+    keys = jax.random.split(KEY, 8)
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
+
+    def one(x, key):
+        return mixprec.round_to(
+            x, mode="stochastic", key=key, backend=backend, out_dtype=jnp.float32
+        )
+
+    def on_device(x, keys):
+        weights = 1.0 + jax.lax.axis_index("a").astype(jnp.float32)
+        value, pull = jax.vjp(lambda x: one(x, keys[0]) * weights, x)
+        (gradient,) = pull(jnp.ones_like(value))
+        if not check_vma:  # then nothing sums over devices by itself
+            gradient = jax.lax.psum(gradient, "a")
+        return value[None] / weights, gradient
+
+    value, gradient = jax.jit(
+        jax.shard_map(
+            on_device,
+            mesh=mesh,
+            in_specs=(PartitionSpec(), PartitionSpec("a")),
+            out_specs=(PartitionSpec("a"), PartitionSpec()),
+            check_vma=check_vma,
+        )
+    )(x, keys)
+    for found, key in zip(value, keys, strict=True):
+        expected = mixprec.round_to(
+            x, mode="stochastic", key=key, out_dtype=jnp.float32
+        )
+        np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(gradient, jnp.full(x.shape, sum(range(1, 9))))
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -176,8 +296,7 @@ def test_shards_compile_for_tpu_without_communication_or_copies(spec):
     compiled = run.lower(x).compile()
     assert tpu.kernels(compiled) == 1
     assert tpu.moves(compiled, sharding.shard_shape(x.shape)) == []
-    for collective in ("all-gather", "all-reduce", "all-to-all", "collective-permute"):
-        assert collective not in compiled.as_text()
+    assert not any(name in compiled.as_text() for name in COLLECTIVES)
 
 
 @pytest.mark.tpu_compile
@@ -230,6 +349,40 @@ def test_round_down_and_up_gives_the_bracket(shape):
     np.testing.assert_array_equal(gradient(x), jnp.full(shape, 2.0))
 
 
+def test_round_down_and_up_is_compiled_once_and_can_be_mapped(caplog):
+    x = normal(3, 5, 7)
+    expected = [words(y) for y in mixprec.round_down_and_up(x)]
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        mixprec.round_down_and_up(x)
+    assert not [r for r in caplog.records if "mixprec_round" in r.getMessage()]
+    for axis in range(3):
+        found = jax.vmap(mixprec.round_down_and_up, axis, axis)(x)
+        for y, z in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(words(y), z)
+    down, _ = jax.vmap(mixprec.round_down_and_up)(jnp.zeros((0, 4)))
+    assert down.shape == (0, 4)
+
+
+def test_round_down_and_up_is_for_one_device():
+    x = normal(8, 16)
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        placed = place(x, PartitionSpec("a"), kind)
+        for run in (mixprec.round_down_and_up, jax.jit(mixprec.round_down_and_up)):
+            with pytest.raises(ValueError, match="`x` must be on one device"):
+                run(placed)
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
+    for check_vma in (True, False):
+        run = jax.shard_map(
+            mixprec.round_down_and_up,
+            mesh=mesh,
+            in_specs=PartitionSpec("a"),
+            out_specs=PartitionSpec("a"),
+            check_vma=check_vma,
+        )
+        for y, z in zip(run(x), mixprec.round_down_and_up(x), strict=True):
+            np.testing.assert_array_equal(words(y), words(z))
+
+
 @pytest.mark.tpu_compile
 @pytest.mark.parametrize("shape", [*BARE, (2048, 4096), (8000, 4097)], ids=str)
 def test_round_down_and_up_is_one_kernel_and_nothing_else(shape):
@@ -247,6 +400,23 @@ def test_round_down_and_up_is_one_kernel_and_nothing_else(shape):
 
 
 # Platforms
+
+
+def test_runs_without_jit():
+    x = normal(5, 7)
+    with jax.disable_jit():
+        found = round_stochastically(x, backend="pallas")
+        down, _ = mixprec.round_down_and_up(x)
+    np.testing.assert_array_equal(words(found), words(round_stochastically(x)))
+    np.testing.assert_array_equal(down, mixprec.round_down_and_up(x)[0])
+
+
+def test_runs_where_python_numbers_have_64_bits():
+    x = normal(37, 300)
+    expected = words(round_stochastically(x))
+    with jax.enable_x64(True):
+        found = round_stochastically(x, backend="pallas")
+        np.testing.assert_array_equal(words(found), expected)
 
 
 def lower_for(platform, function):

@@ -1,3 +1,4 @@
+import functools
 import math
 import re
 
@@ -82,6 +83,15 @@ def test_every_format_and_result(dtype, to_float32, overflow):
     check_equal(inputs((70, 200)), make_rounding(modes.MODES, **options))
 
 
+@pytest.mark.parametrize("dtype", [f.dtype for f in formats.FORMATS])
+def test_narrow_inputs_are_widened_in_the_kernel(dtype):
+    source = formats.find_format(dtype)
+    patterns = np.arange(1 << source.bits, dtype=np.uint32)
+    x = jnp.asarray(patterns.astype(source.pattern_dtype).view(dtype)).reshape(-1, 64)
+    for to in ("bfloat16", "float8_e4m3fn"):
+        check_equal(x, make_rounding(modes.MODES, dtype=to))
+
+
 @pytest.mark.parametrize("options", [{"hash_values": True}, {"random_bits": 3}])
 def test_both_other_kinds_of_draw(options):
     check_equal(inputs((70, 200)), make_rounding(("stochastic",), **options))
@@ -93,7 +103,7 @@ def test_bits_do_not_depend_on_the_blocks(shape, monkeypatch):
     expected = words(in_kernel(x, rounding)[0])
     steps = set()
     for budget in (2**16, 2**18, 2**20):
-        small = lambda s, b, budget=budget: TILE(s, b, vmem_budget_bytes=budget)  # noqa: E731
+        small = functools.partial(TILE, vmem_budget_bytes=budget)
         monkeypatch.setattr(tiling, "tile", small)
         steps.add(np.prod(tiling.tile(shape, 6).grid))
         np.testing.assert_array_equal(words(in_kernel(x, rounding)[0]), expected)
@@ -154,7 +164,8 @@ def test_each_block_and_seed_sets_the_generator_anew(shape, monkeypatch):
         return jnp.full(shape, first ^ (second >> 16), jnp.uint32)
 
     monkeypatch.setattr(pltpu, "prng_random_bits", one_word)
-    monkeypatch.setattr(tiling, "tile", lambda s, b: TILE(s, b, 2**17))
+    small = functools.partial(TILE, vmem_budget_bytes=2**17)
+    monkeypatch.setattr(tiling, "tile", small)
     steps = np.prod(tiling.tile(shape, 8).grid)
     assert steps > 4
     # Between 1 and its upper neighbour, at each of 2^16 places: where the draw begins
@@ -358,13 +369,63 @@ def test_every_shape_compiles_with_no_other_traffic(generation, kind, function):
     for shape in shapes.SHAPES[kind]:
         x = jax.ShapeDtypeStruct(shape, jnp.float32)
         compiled = tpu.compile_for(generation, jax.jit(function), x)
-        assert tpu.kernels(compiled) == 1, shape
-        extra = extra_traffic(compiled, shape)
-        if function is to_one_byte and shape == (5, 4, 3, 2, 129, 9):
-            # The compiler stores one-byte elements in another order than float32 here.
-            assert extra == ["copy f8e4m3fn[5,4,3,9,2,129]"]
-        else:
-            assert extra == [], shape
+        # The compiler stores one-byte elements in another order than float32 here.
+        is_reordered = function is to_one_byte and shape == (5, 4, 3, 2, 129, 9)
+        assert tpu.kernels(compiled) == (0 if is_reordered else 1), shape
+        if not is_reordered:
+            assert extra_traffic(compiled, shape) == [], shape
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ((4096, 1, 4096), "bfloat16"),
+        ((128, 1, 100), "bfloat16"),
+        ((5, 4, 3, 2, 129, 9), "float8_e4m3fn"),
+        ((30, 400, 2, 300), "float8_e5m2"),
+    ],
+    ids=str,
+)
+def test_between_two_orders_in_memory_xla_reads_and_writes_once(shape, dtype):
+    def run(x, mode, key, **options):
+        return api.round_to(x, dtype, mode=mode, key=key, backend="pallas", **options)
+
+    x = jax.ShapeDtypeStruct(shape, jnp.float32)
+    for mode, key in (("toward_zero", None), ("stochastic", 3)):
+        jitted = jax.jit(functools.partial(run, mode=mode, key=key))
+        compiled = tpu.compile_for("v5p:2x2x1", jitted, x)
+        assert tpu.kernels(compiled) == 0
+        assert compiled.memory_analysis().temp_size_in_bytes <= 128 * 1024
+    # Its bits come from the kernel alone, with a copy.
+    jitted = jax.jit(
+        functools.partial(run, mode="stochastic", key=3, random_source="hardware")
+    )
+    assert tpu.kernels(tpu.compile_for("v5p:2x2x1", jitted, x)) == 1
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.parametrize("generation", tpu.GENERATIONS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float8_e5m2"])
+def test_narrow_inputs_compile_with_no_other_traffic(dtype, generation):
+    x = jax.ShapeDtypeStruct((2048, 4096), dtype)
+    compiled = tpu.compile_for(generation, jax.jit(to_one_byte), x)
+    assert tpu.kernels(compiled) == 1
+    assert extra_traffic(compiled, x.shape) == []
+    least = (x.dtype.itemsize + 1) * 2048 * 4096
+    assert least <= compiled.cost_analysis()["bytes accessed"] <= least + 128 * 1024
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.parametrize("generation", tpu.GENERATIONS)
+def test_compiles_where_python_numbers_have_64_bits(generation):
+    with jax.enable_x64(True):
+        for function in (stochastic, to_one_byte, from_hardware, bracket_to_float32):
+            for shape in ((), (5000,), (37, 300), (3, 40, 5, 300)):
+                x = jax.ShapeDtypeStruct(shape, jnp.float32)
+                compiled = tpu.compile_for(generation, jax.jit(function), x)
+                assert tpu.kernels(compiled) == 1
+                assert extra_traffic(compiled, shape) == []
 
 
 @pytest.mark.tpu_compile

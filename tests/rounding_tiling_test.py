@@ -1,8 +1,13 @@
 import itertools
 import math
+import re
 
 import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+import tpu
 from hypothesis import strategies
 
 from mixprec.rounding import tiling
@@ -96,6 +101,49 @@ def test_memory_order_pads_least(shape):
 )
 def test_memory_order_is_that_of_the_compiler(shape, order):
     assert tiling.memory_order(shape) == order
+
+
+@pytest.mark.parametrize("generation", tpu.GENERATIONS)
+@pytest.mark.tpu_compile
+def test_memory_order_is_that_of_the_compiler_for_every_width(generation):
+    sizes = [1, 2, 3, 4, 5, 8, 9, 17, 33, 40, 64, 100, 127, 128, 129, 200, 300]
+    rng = np.random.default_rng(0)
+    shapes = [tuple(rng.choice(sizes, rng.integers(2, 6))) for _ in range(60)]
+    shapes = [tuple(map(int, s)) for s in shapes if math.prod(s) < 10**6]
+    assert len(shapes) > 30
+
+    @jax.jit
+    def convert(arrays):
+        dtypes = ("bfloat16", "float8_e4m3fn")
+        return [x.astype(dtype) for dtype in dtypes for x in arrays]
+
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    text = tpu.compile_for(generation, convert, arguments).as_text()
+    (layouts,) = re.findall(r"entry_computation_layout=(.*)", text)
+    found = re.findall(r"(\w+)\[([\d,]*)\]\{([\d,]*)", layouts)
+    assert len(found) == 3 * len(shapes)
+    itemsizes = {"f32": 4, "bf16": 2, "f8e4m3fn": 1}
+    for dtype, *numbers in found:
+        shape, innermost_first = (tuple(map(int, n.split(","))) for n in numbers)
+        order = tiling.memory_order(shape, itemsizes[dtype])
+        assert order == innermost_first[::-1], (dtype, shape)
+
+
+@pytest.mark.parametrize(
+    ("shape", "itemsizes", "expected"),
+    [
+        ((), (4, 1), True),
+        ((5000,), (4, 2), True),
+        ((1, 4096), (4, 2), True),
+        ((2048, 4096), (4, 2, 1), True),
+        ((4096, 1, 4096), (4, 4), True),
+        ((4096, 1, 4096), (4, 2), False),
+        ((64, 4096, 2), (4, 2), True),
+        ((64, 4096, 2), (4, 1), False),
+    ],
+)
+def test_widths_share_an_order_or_not(shape, itemsizes, expected):
+    assert tiling.have_one_order(shape, itemsizes) == expected
 
 
 @pytest.mark.parametrize("columns", [1, 128, 500, 1024, 4097, 100_000])

@@ -260,6 +260,27 @@ def round_patterns(
     )
 
 
+def from_float(x: jax.Array) -> jax.Array:
+    """Reads floats as float32 patterns, whatever their width.
+
+    By integers, since a float conversion may flush subnormals or change the payload of
+    a NaN.
+
+    Args:
+      x: [...] of a dtype in `formats.FORMATS`, float32 or float64.
+
+    Returns:
+      [...] uint32: narrower formats exactly, float64 rounded to odd.
+    """
+    if x.dtype == jnp.float32:
+        return from_float32(x)
+    if x.dtype == jnp.float64:
+        return from_float64(x)
+    format_ = formats.find_format(x.dtype)
+    narrow = jax.lax.bitcast_convert_type(x, format_.pattern_dtype)
+    return widen(narrow.astype(jnp.uint32), format_)
+
+
 def from_float32(x: jax.Array) -> jax.Array:
     """Reads [...] float32 as [...] uint32 patterns."""
     return jax.lax.bitcast_convert_type(x, jnp.uint32)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from mixprec.rounding import bits as bits_lib
-from mixprec.rounding import elements, formats, kernel, modes, random
+from mixprec.rounding import elements, kernel, modes, random
 from mixprec.rounding.bits import Rounding
 
 Backend = Literal["auto", "pallas", "xla"]
@@ -29,7 +29,7 @@ def round_seeded(
     """Rounds in several modes at once, from seed words that are already made.
 
     Args:
-      x: [...] float32, or of another dtype that `as_float32` takes.
+      x: [...] of a float dtype that `bits.from_float` reads.
       rounding: what to make of each element.
       seed: [2] uint32, or None if no mode is stochastic.
       backend: one of `BACKENDS`.
@@ -45,6 +45,7 @@ def round_seeded(
         bits from the hardware for anything but the kernel, or a symbolic shape for the
         kernel or for draws.
     """
+    x, seed = _vary_alike(x, seed)
     if choose_backend(backend) == "pallas":
         sharding = kernel.check_sharding(x, sharding or kernel.known_sharding(x))
         options = kernel.Options(sharding=sharding, in_place=in_place)
@@ -65,9 +66,8 @@ def choose_backend(backend: str) -> str:
     produces or reads the value and partitions them over a mesh. Compiled for TPUs, both
     read and write the least bytes possible for a rounding alone; between the layers of
     a model the operations cost next to nothing, where a separate kernel writes its copy
-    to memory and reads it back (figures in docs/rounding.md). The
-    kernel is for those who want the rounded copy to be a separate array made in one
-    pass.
+    to memory and reads it back (figures in docs/rounding.md). The kernel is for those
+    who want the rounded copy to be a separate array made in one pass.
 
     Raises:
       ValueError: unknown name, or "pallas" on a platform without the kernel.
@@ -82,27 +82,25 @@ def choose_backend(backend: str) -> str:
     return "xla" if backend == "auto" else backend
 
 
-def as_float32(x: jax.Array) -> jax.Array:
-    """Converts to float32: narrower formats exactly, float64 rounded to odd.
+def _vary_alike(
+    x: jax.Array, seed: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:
+    """Makes both vary over the manual mesh axes over which either does.
 
-    By integers, since a float conversion may flush subnormals or change the payload of
-    a NaN.
-
-    Args:
-      x: [...] of a dtype in `formats.FORMATS`, float32 or float64.
-
-    Returns:
-      [...] float32.
+    Otherwise the result of an `x` that is the same on all devices would vary more than
+    its gradient.
     """
-    if x.dtype == jnp.float32:
-        return x
-    if x.dtype == jnp.float64:
-        patterns = bits_lib.from_float64(x)
-    else:
-        format_ = formats.find_format(x.dtype)
-        narrow = jax.lax.bitcast_convert_type(x, format_.pattern_dtype)
-        patterns = bits_lib.widen(narrow.astype(jnp.uint32), format_)
-    return jax.lax.bitcast_convert_type(patterns, jnp.float32)
+    if seed is None:
+        return x, None
+
+    def axes(y: Any) -> frozenset[str]:
+        return jax.typeof(y).manual_axis_type.varying
+
+    def vary(y: jax.Array) -> jax.Array:
+        missing = tuple(sorted((axes(x) | axes(seed)) - axes(y)))
+        return jax.lax.pcast(y, missing, to="varying") if missing else y
+
+    return vary(x), vary(seed)
 
 
 # Gradient
@@ -124,8 +122,10 @@ def _round(
         return _in_xla(x, seed, rounding, strides)
     words = None
     if seed is not None:
-        words = jnp.concatenate([seed, jnp.zeros(2, jnp.uint32)])
-    return kernel.batchable(rounding, strides, options)(as_float32(x), words)
+        words = jnp.pad(seed, (0, 2))  # the first element has index 0
+    if x.dtype == jnp.float64:  # of which kernels know nothing
+        x = jax.lax.bitcast_convert_type(bits_lib.from_float64(x), jnp.float32)
+    return kernel.batchable(rounding, strides, options)(x, words)
 
 
 @_round.defjvp
@@ -157,4 +157,4 @@ def _in_xla(
     rounding: Rounding,
     strides: random.Strides,
 ) -> tuple[jax.Array, ...]:
-    return elements.round_array(as_float32(x), seed, rounding, strides)
+    return elements.round_array(x, seed, rounding, strides)

@@ -1,4 +1,4 @@
-"""From float32 elements to rounded ones: the body of the XLA path and of each kernel.
+"""From elements to rounded ones: the body of the XLA path and of each kernel.
 
 It works on whole arrays and on the blocks of a kernel alike; what differs between
 backends is only how elements are fetched and stored, and how their indices are known.
@@ -7,10 +7,12 @@ backends is only how elements are fetched and stored, and how their indices are 
 from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 
 from mixprec.rounding import bits as bits_lib
 from mixprec.rounding import random
 from mixprec.rounding.bits import Rounding
+from mixprec.rounding.formats import Format
 
 # Integer operations an element, for cost estimates: about 10 a mode, 16 for a hash.
 _FLOPS_PER_MODE = 10
@@ -22,21 +24,26 @@ def round_elements(
     rounding: Rounding,
     draw: Callable[[jax.Array], jax.Array] | None = None,
     *,
+    source: Format | None = None,
     as_patterns: bool = False,
 ) -> tuple[jax.Array, ...]:
     """Rounds elements in each of several modes.
 
     Args:
-      x: [...] float32.
+      x: [...] of a float dtype that `bits.from_float` reads, or unsigned integers.
       rounding: what to make of them.
-      draw: gives [...] uint32 random bits for the [...] uint32 patterns of `x`; None if
-        no mode is stochastic.
+      draw: gives [...] uint32 random bits for the [...] uint32 float32 patterns of `x`;
+        None if no mode is stochastic.
+      source: the format whose patterns the integers in `x` are; None for floats.
       as_patterns: whether to give integers for the caller to read as floats.
 
     Returns:
       For each mode [...] `rounding.out_dtype`, or `rounding.to.pattern_dtype`.
     """
-    patterns = bits_lib.from_float32(x)
+    if source is None:
+        patterns = bits_lib.from_float(x)
+    else:
+        patterns = bits_lib.widen(x.astype(jnp.uint32), source)
     random_bits = None if draw is None else draw(patterns)
     rounded = bits_lib.round_patterns(patterns, rounding, random_bits)
     if as_patterns:
@@ -46,25 +53,28 @@ def round_elements(
 
 def round_array(
     x: jax.Array,
-    seed: jax.Array | None,
+    words: jax.Array | None,
     rounding: Rounding,
-    strides: random.Strides,
+    strides: random.Strides | None,
 ) -> tuple[jax.Array, ...]:
     """Rounds a whole array by operations that XLA fuses.
 
     Args:
-      x: [...] float32.
-      seed: [2] uint32 or more, of which two count; None if no mode is stochastic.
+      x: [...] of a float dtype that `bits.from_float` reads.
+      words: [2] or [4] uint32: the seed, and the two words of the first element's index
+        if that is not 0; None if no mode is stochastic.
       rounding: what to make of each element.
-      strides: of the element index along the dimensions of `x`.
+      strides: of the element index along the dimensions of `x`; None without `words`.
 
     Returns:
       One [...] `rounding.out_dtype` a mode.
     """
     draw = None
-    if seed is not None:
+    if words is not None and strides is not None:
         index = random.index_words(x.shape, strides)
-        draw = hashed((seed[0], seed[1]), index, rounding)
+        if words.size > 2:
+            index = tuple(word + words[2 + which] for which, word in enumerate(index))
+        draw = hashed((words[0], words[1]), index, rounding)
     return round_elements(x, rounding, draw)
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from mixprec.rounding import elements, random
+from mixprec.rounding import elements, formats, random
 from mixprec.rounding.bits import Rounding
 
 # Eight elements for each of a program's 128 threads: two loads of 16 bytes.
@@ -41,7 +41,7 @@ def round_pallas(
     """Rounds `x` in each of several modes.
 
     Args:
-      x: [...] float32 of any shape, without a dimension of 0.
+      x: [...] float32 or narrower, of any shape without a dimension of 0.
       words: [4] uint32: the seed, and the two words of the first element's index; None
         if no mode is stochastic.
       rounding: what to make of each element.
@@ -65,7 +65,10 @@ def round_pallas(
     # floats of 8 bits, and XLA's interpreter changes the payloads of narrow NaNs.
     as_patterns = dtype != jnp.float32
     stored_dtype = rounding.to.pattern_dtype if as_patterns else dtype
-    flat = x.reshape(-1)
+    flat, source = x.reshape(-1), None
+    if x.dtype != jnp.float32:
+        source = formats.find_format(x.dtype)
+        flat = jax.lax.bitcast_convert_type(flat, source.pattern_dtype)
     out_type = jax.ShapeDtypeStruct(
         flat.shape, stored_dtype, manual_axis_type=jax.typeof(flat).manual_axis_type
     )
@@ -77,6 +80,7 @@ def round_pallas(
             rounding=rounding,
             shape=x.shape,
             strides=None if words is None else strides,
+            source=source,
             as_patterns=as_patterns,
         ),
         out_shape=(out_type,) * outputs,
@@ -98,6 +102,7 @@ def _kernel(
     rounding: Rounding,
     shape: tuple[int, ...],
     strides: random.Strides | None,
+    source: formats.Format | None,
     as_patterns: bool,
 ) -> None:
     """Rounds one block of the line of elements.
@@ -120,6 +125,7 @@ def _kernel(
         triton.load(x_ref, mask=mask),
         rounding,
         draw,
+        source=source,
         as_patterns=as_patterns,
     )
     for out_ref, y in zip(out_refs, rounded, strict=True):

@@ -32,7 +32,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from mixprec.rounding import elements, random, tiling
+from mixprec.rounding import elements, formats, random, tiling
 from mixprec.rounding.bits import Rounding
 
 _LANES = 128
@@ -50,7 +50,7 @@ def round_pallas(
     """Rounds `x` in each of several modes.
 
     Args:
-      x: [...] float32 of any shape, without a dimension of 0.
+      x: [...] float32 or narrower, of any shape without a dimension of 0.
       words: [4] uint32: the seed, and the two words of the first element's index; None
         if no mode is stochastic.
       rounding: what to make of each element.
@@ -66,20 +66,29 @@ def round_pallas(
         x, strides = x.reshape(1), random.Strides((1,), (0,))
     dtype = rounding.out_dtype
     bytes_per_element = x.dtype.itemsize + len(rounding.modes) * dtype.itemsize
-    tiles = tiling.tile(x.shape, bytes_per_element)
+    order = tiling.memory_order(x.shape, x.dtype.itemsize)
+    tiles = tiling.tile(x.shape, bytes_per_element, order=order)
     draws: _Draws | None = None
     if words is not None:
         is_hashed = rounding.random_source == "hash"
         draws = _Hashed(x.shape, strides, tiles) if is_hashed else _FromHardware()
+    source = None
+    if _must_be_patterns(x.dtype, interpret):
+        source = formats.find_format(x.dtype)
+        x = jax.lax.bitcast_convert_type(x, source.pattern_dtype)
     view = jnp.transpose(x, tiles.order).reshape(tiles.view_shape)
-    as_patterns = _must_store_patterns(rounding, interpret)
+    as_patterns = _must_be_patterns(dtype, interpret)
     outputs = _call(
         view,
         words,
         pl.BlockSpec(tiles.block_shape, lambda *step: step),
         tiles.grid,
         functools.partial(
-            _kernel, rounding=rounding, draws=draws, as_patterns=as_patterns
+            _kernel,
+            rounding=rounding,
+            draws=draws,
+            source=source,
+            as_patterns=as_patterns,
         ),
         rounding=rounding,
         stored_dtype=rounding.to.pattern_dtype if as_patterns else dtype,
@@ -123,21 +132,23 @@ def round_pallas_bare(
         None,
         pl.BlockSpec((pl.squeezed,) * len(outer) + block_shape, lambda *step: step),
         outer + steps,
-        functools.partial(_kernel, rounding=rounding, draws=None, as_patterns=False),
+        functools.partial(
+            _kernel, rounding=rounding, draws=None, source=None, as_patterns=False
+        ),
         rounding=rounding,
         stored_dtype=rounding.out_dtype,
         interpret=interpret,
     )
 
 
-def _must_store_patterns(rounding: Rounding, interpret: Any) -> bool:
-    """Tells whether the kernel must write integers, to be read as floats outside it."""
-    if rounding.out_dtype == jnp.float32:
+def _must_be_patterns(dtype: np.dtype, interpret: Any) -> bool:
+    """Tells whether the kernel must see integers, which are floats outside it."""
+    if dtype == jnp.float32:
         return False
     # Interpreted, because XLA on the CPU moves narrow floats by way of float32, which
     # changes the payload of a NaN. Compiled, because the TPU's kernels know no float16;
-    # reading the integers as float16 is one more pass over memory.
-    return bool(interpret) or rounding.out_dtype == jnp.float16
+    # between it and the integers is one more pass over memory.
+    return bool(interpret) or dtype == jnp.float16
 
 
 def _call(
@@ -294,7 +305,11 @@ class _FromHardware:
 
 
 def _kernel(
-    *refs: Any, rounding: Rounding, draws: _Draws | None, as_patterns: bool
+    *refs: Any,
+    rounding: Rounding,
+    draws: _Draws | None,
+    source: formats.Format | None,
+    as_patterns: bool,
 ) -> None:
     """Rounds one block, of rank 1 to 3: reads `x_ref`, writes a ref for each mode.
 
@@ -311,6 +326,7 @@ def _kernel(
             x_ref[window],
             rounding,
             None if in_strip is None else in_strip(*place_in_block),
+            source=source,
             as_patterns=as_patterns,
         )
         for out_ref, y in zip(out_refs, rounded, strict=True):
