@@ -277,7 +277,7 @@ def batchable(rounding: Rounding, strides: random.Strides, options: Options) -> 
         )
         if axis_size == 0:
             rounded = (jnp.zeros(x.shape, rounding.out_dtype),) * len(rounding.modes)
-        elif not words_are_batched:
+        elif words is None or not words_are_batched:
             rounded = batchable(rounding, strides.batched(), of_batch)(x, words)
         elif of_batch.sharding is None:
             rounded = _each_by_words(batched, x, words)
