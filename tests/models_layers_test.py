@@ -3,13 +3,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import normal
 
 from models import layers
-
-
-def normal(*shape, seed=0):
-    values = np.random.default_rng(seed).normal(size=shape)
-    return jnp.asarray(values, jnp.float32)
 
 
 def test_rms_norm_by_hand():

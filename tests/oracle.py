@@ -56,9 +56,3 @@ def same_bits(a, b):
         (x.dtype, x.shape, x.tobytes()) == (y.dtype, y.shape, y.tobytes())
         for x, y in arrays
     )
-
-
-def normal(*shape, seed=7):
-    """Gives float32 inputs."""
-    values = np.random.default_rng(seed).normal(size=shape)
-    return jnp.asarray(values, jnp.float32)

@@ -5,16 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import rounding_oracle as oracle
+from arrays import normal
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import mixprec
 
 KEY = jax.random.key(0)
 BACKENDS = ("xla", "pallas")
-
-
-def normal(*shape):
-    return jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
 
 
 def halves(x):

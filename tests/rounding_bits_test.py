@@ -283,3 +283,17 @@ def test_from_float64_rounds_to_odd():
     down = nearest.view(np.uint32) - (nearest.astype(np.float64) > x)
     expected = np.where(exact, down, down | 1)
     np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("name", oracle.FORMATS)
+def test_narrow_floats_are_widened_exactly(name):
+    to = formats.find_format(name)
+    patterns = np.arange(1 << to.bits, dtype=np.uint32).astype(to.pattern_dtype)
+    x = jnp.asarray(patterns.view(name))
+    found = np.asarray(jax.jit(bits.from_float)(x)).view(np.float32)
+    nan = oracle.is_nan(patterns, name)
+    np.testing.assert_array_equal(np.isnan(found), nan)
+    np.testing.assert_array_equal(np.signbit(found), patterns >> (to.bits - 1) == 1)
+    with np.errstate(all="ignore"):
+        expected = patterns.view(name).astype(np.float32)
+    np.testing.assert_array_equal(found[~nan], expected[~nan])

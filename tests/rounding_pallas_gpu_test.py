@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import shapes
+from arrays import words
 
 from mixprec.rounding import api, elements, formats, modes, pallas_gpu, random
 
@@ -28,11 +29,6 @@ def inputs(shape):
     """Random patterns: every exponent, NaN and infinities among them."""
     words = np.random.default_rng(0).integers(0, 2**32, shape, np.uint32)
     return jnp.asarray(np.asarray(words).view(np.float32).reshape(shape))
-
-
-def words(x):
-    x = np.asarray(x)
-    return x.view(f"u{x.dtype.itemsize}")
 
 
 def check_equal(x, rounding, strides=None, first=(0, 0)):

@@ -7,7 +7,8 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from oracle import noisy, normal
+from arrays import normal
+from oracle import noisy
 
 WIDTH = 8
 X = normal(4, WIDTH)

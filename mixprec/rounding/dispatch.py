@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from mixprec.rounding import bits as bits_lib
-from mixprec.rounding import elements, kernel, modes, random
+from mixprec.rounding import elements, kernel, modes, platforms, random
 from mixprec.rounding.bits import Rounding
 
 Backend = Literal["auto", "pallas", "xla"]
@@ -73,7 +73,7 @@ def choose_backend(backend: str) -> str:
       ValueError: unknown name, or "pallas" on a platform without the kernel.
     """
     modes.check_choice("backend", backend, BACKENDS)
-    if backend == "pallas" and jax.default_backend() not in kernel.PLATFORMS:
+    if backend == "pallas" and jax.default_backend() not in platforms.PLATFORMS:
         raise ValueError(
             '`backend` must be "xla" or "auto" on this platform '
             f'({jax.default_backend()}), got "pallas", which needs a TPU, an NVIDIA '

@@ -1,0 +1,235 @@
+"""The kernel as two primitives of JAX, and what each platform makes of them.
+
+Lowered, each becomes a TPU's or a GPU's kernel, the kernel interpreted, the XLA path
+(the log says why), or an error.
+"""
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+from jax.interpreters import batching, mlir
+
+from mixprec.rounding import elements, pallas_gpu, pallas_tpu, random, tiling
+from mixprec.rounding.bits import Rounding
+
+# By the names of `jax.default_backend`.
+PLATFORMS = ("cpu", "gpu", "tpu")
+
+
+def _by_platform(
+    name: str, over_devices: Callable[..., Any], **functions: Callable[..., Any]
+) -> jax.extend.core.Primitive:
+    """Makes a primitive that is lowered to one function or another.
+
+    A primitive is told the platform when it is lowered. `lax.platform_dependent` would
+    leave a conditional around the kernel.
+
+    Args:
+      name: of the primitive.
+      over_devices: for a program that XLA splits over devices, which it cannot do with
+        a kernel.
+      **functions: for each platform one; all take arrays, the first of which has the
+        shape of the results, and `rounding` among their keywords.
+    """
+    primitive = jax.extend.core.Primitive(name)
+    primitive.multiple_results = True
+
+    @primitive.def_abstract_eval
+    def result_types(x: Any, *others: Any, rounding: Rounding, **options: Any) -> Any:
+        result_type = x.update(dtype=rounding.out_dtype, weak_type=False)
+        return [result_type] * len(rounding.modes)
+
+    @functools.cache
+    def compiled(**options: Any) -> Any:
+        return jax.jit(functools.partial(primitive.bind, **options))
+
+    @primitive.def_impl
+    def run(*args: Any, **options: Any) -> Any:
+        with jax.disable_jit(False):
+            return compiled(**options)(*args)
+
+    for platform, function in functions.items():
+        rule = _lowering(function, over_devices)
+        mlir.register_lowering(primitive, rule, platform=platform)
+    return primitive
+
+
+def _lowering(
+    on_one_device: Callable[..., Any], over_devices: Callable[..., Any]
+) -> Callable[..., Any]:
+    rules = [
+        mlir.lower_fun(function, multiple_results=True)
+        for function in (on_one_device, over_devices)
+    ]
+
+    def lower(context: Any, *args: Any, **options: Any) -> Any:
+        is_split = _is_split_by_xla(context.module_context.axis_context)
+        with jax.enable_x64(False):  # kernels know no 64 bits
+            return rules[is_split](context, *args, **options)
+
+    return lower
+
+
+def _is_split_by_xla(axis_context: Any) -> bool:
+    """Tells whether XLA splits the operation that is being lowered over devices."""
+    mesh = getattr(axis_context, "mesh", None)
+    if mesh is None:
+        return (getattr(axis_context, "num_devices", None) or 1) > 1
+    by_hand = axis_context.manual_axes | set(mesh.manual_axes)
+    return any(size > 1 for axis, size in mesh.shape.items() if axis not in by_hand)
+
+
+def _over_devices(
+    x: jax.Array, words: jax.Array | None = None, **options: Any
+) -> tuple[jax.Array, ...]:
+    if options["rounding"].random_source != "hash":
+        raise ValueError(
+            '`sharding` must be given for `random_source` "hardware" in a program over '
+            "several devices, where the sharding of `x` is not known. Pass it, or call "
+            "inside shard_map."
+        )
+    return _in_xla(
+        "the sharding of `x` is not known, and only XLA splits what it does not know "
+        "(pass `sharding`)",
+        x,
+        words,
+        **options,
+    )
+
+
+def _in_xla(
+    reason: str,
+    x: jax.Array,
+    words: jax.Array | None = None,
+    *,
+    rounding: Rounding,
+    strides: random.Strides | None = None,
+    in_place: bool = False,
+) -> tuple[jax.Array, ...]:
+    _log_fallback(reason)
+    return elements.round_array(x, words, rounding, strides)
+
+
+@functools.cache
+def _log_fallback(reason: str) -> None:
+    logging.getLogger(__name__).warning(
+        'XLA operations are taken for backend "pallas", with the same bits as result: '
+        "%s.",
+        reason,
+    )
+
+
+def _on_cpu(
+    x: jax.Array, words: jax.Array | None = None, **options: Any
+) -> tuple[jax.Array, ...]:
+    _check_random_source(options["rounding"], "a CPU")
+    if jax.typeof(x).manual_axis_type.varying:
+        return _in_xla(_NOT_INTERPRETED, x, words, **options)
+    return pallas_tpu.round_pallas(x, words, interpret=True, **options)
+
+
+def _bare_on_cpu(x: jax.Array, *, rounding: Rounding) -> tuple[jax.Array, ...]:
+    if jax.typeof(x).manual_axis_type.varying:
+        return _in_xla(_NOT_INTERPRETED, x, rounding=rounding)
+    return pallas_tpu.round_pallas_bare(x, rounding=rounding, interpret=True)
+
+
+_NOT_INTERPRETED = (
+    "inside shard_map with check_vma=True, of which Pallas's interpreter for CPUs "
+    "does not know"
+)
+
+
+def _on_tpu(
+    x: jax.Array, words: jax.Array | None = None, **options: Any
+) -> tuple[jax.Array, ...]:
+    rounding = options["rounding"]
+    itemsizes = (x.dtype.itemsize, rounding.out_dtype.itemsize)
+    if rounding.random_source == "hash" and not tiling.have_one_order(
+        x.shape, itemsizes
+    ):
+        reason = (
+            f"a TPU stores {x.dtype} and {rounding.out_dtype} of shape {x.shape} in "
+            "different orders, between which a kernel would need a copy"
+        )
+        return _in_xla(reason, x, words, **options)
+    return pallas_tpu.round_pallas(x, words, **options)
+
+
+def _on_nvidia(
+    x: jax.Array, words: jax.Array | None = None, **options: Any
+) -> tuple[jax.Array, ...]:
+    _check_random_source(options["rounding"], "a GPU")
+    return pallas_gpu.round_pallas(x, words, **options)
+
+
+def _on_amd(x: jax.Array, *words: jax.Array, **options: Any) -> tuple[jax.Array, ...]:
+    raise ValueError(
+        '`backend` must be "xla" or "auto" on an AMD GPU, for which the kernel has '
+        'never been compiled, got "pallas". The results of "xla" are the same bits.'
+    )
+
+
+def _bare_on_gpu(x: jax.Array, **options: Any) -> tuple[jax.Array, ...]:
+    raise ValueError(
+        "round_down_and_up is for TPUs and, interpreted, for CPUs; this program is for "
+        f"a GPU. {_INSTEAD_OF_BARE}"
+    )
+
+
+def _bare_over_devices(x: jax.Array, **options: Any) -> tuple[jax.Array, ...]:
+    raise ValueError(
+        "`x` must be on one device, as round_down_and_up is one kernel and nothing "
+        f"else; this program is over several. {_INSTEAD_OF_BARE}"
+    )
+
+
+_INSTEAD_OF_BARE = (
+    "Use round_bracket(x, out_dtype=jnp.float32): its results are the same."
+)
+
+
+def _check_random_source(rounding: Rounding, platform: str) -> None:
+    if rounding.random_source != "hash":
+        raise ValueError(
+            f'`random_source` must be "hash" for {platform}, got '
+            f'"{rounding.random_source}": only a TPU draws bits in the kernel. Leave '
+            "it out; the bits are then the same on every platform."
+        )
+
+
+round_p = _by_platform(
+    "mixprec_round",
+    _over_devices,
+    cpu=_on_cpu,
+    cuda=_on_nvidia,
+    rocm=_on_amd,
+    tpu=_on_tpu,
+)
+round_bare_p = _by_platform(
+    "mixprec_round_bare",
+    _bare_over_devices,
+    cpu=_bare_on_cpu,
+    cuda=_bare_on_gpu,
+    rocm=_bare_on_gpu,
+    tpu=functools.partial(pallas_tpu.round_pallas_bare, interpret=False),
+)
+
+
+def _batch_bare(
+    args: tuple[jax.Array], dimensions: tuple[int], *, rounding: Rounding
+) -> tuple[tuple[jax.Array, ...], tuple[int, ...]]:
+    (x,) = args
+    if x.size == 0:
+        rounded = (jnp.zeros(x.shape, rounding.out_dtype),) * len(rounding.modes)
+    else:
+        rounded = tuple(round_bare_p.bind(x, rounding=rounding))
+    return rounded, dimensions * len(rounded)
+
+
+batching.primitive_batchers[round_bare_p] = _batch_bare

@@ -1,0 +1,16 @@
+"""Arrays for the tests: inputs, and results as whole numbers to compare."""
+
+import jax.numpy as jnp
+import numpy as np
+
+
+def normal(*shape, seed=0):
+    """Gives float32 inputs."""
+    values = np.random.default_rng(seed).normal(size=shape)
+    return jnp.asarray(values, jnp.float32)
+
+
+def words(x):
+    """Gives the bit patterns of floats."""
+    x = np.asarray(x)
+    return x.view(f"u{x.dtype.itemsize}")
