@@ -3,13 +3,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import normal
 from flax.core import meta
 from oracle import (
     STOCHASTIC,
     TOWARD_ZERO,
     away_from_zero,
     noisy,
-    normal,
     same_bits,
     toward_zero,
 )
