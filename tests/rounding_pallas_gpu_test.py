@@ -124,6 +124,15 @@ def test_too_many_elements_are_refused():
 
 
 @pytest.mark.parametrize("dtype", [f.dtype for f in formats.FORMATS])
+def test_interpreted_kernel_reads_every_narrow_float(dtype):
+    of_input = formats.find_format(dtype)
+    patterns = np.arange(1 << of_input.bits, dtype=np.uint32)
+    x = jnp.asarray(patterns.astype(of_input.pattern_dtype).view(of_input.dtype))
+    for result in ("bfloat16", "float8_e5m2"):
+        check_equal(x, api.make_rounding(result, modes.MODES))
+
+
+@pytest.mark.parametrize("dtype", [f.dtype for f in formats.FORMATS])
 @pytest.mark.parametrize("mode", modes.MODES)
 def test_lowers_to_one_kernel_for_cuda(mode, dtype):
     x = jax.ShapeDtypeStruct((37, 300), jnp.float32)
@@ -163,6 +172,25 @@ def test_every_mode_and_format_compiles_to_one_operation(dtype, chip):
                 compiled = gpu.compile_for(chip, jax.jit(function), x)
                 assert operations(compiled) == [expected]
                 assert compiled.memory_analysis().temp_size_in_bytes == 0
+
+
+@pytest.mark.gpu_compile
+@pytest.mark.parametrize("chip", gpu.CHIPS)
+@pytest.mark.parametrize("dtype", [f.dtype for f in formats.FORMATS])
+def test_narrow_inputs_compile_to_one_operation(dtype, chip):
+    x = jax.ShapeDtypeStruct((37, 300), dtype)
+    for out_dtype in (jnp.float8_e5m2, jnp.float32):
+        function = functools.partial(
+            api.round_to,
+            dtype=jnp.float8_e5m2,
+            mode="stochastic",
+            key=3,
+            out_dtype=out_dtype,
+            backend="pallas",
+        )
+        compiled = gpu.compile_for(chip, jax.jit(function), x)
+        assert operations(compiled) == ["custom-call"]
+        assert compiled.memory_analysis().temp_size_in_bytes == 0
 
 
 @pytest.mark.gpu_compile

@@ -73,7 +73,8 @@ def round_to(
         or "auto". The results are equal bit for bit.
       sharding: for "pallas": how `x` is split over devices, so that the kernel runs on
         each shard. Need not be given where it is known: of an array that is no tracer,
-        and in a mesh with explicit axes. "xla" leaves it aside.
+        and in a mesh with explicit axes. Where it is not known, XLA's operations are
+        taken and the log says so. "xla" leaves it aside.
       in_place: for float32 to float32: whether the kernel writes over `x`, where the
         program needs it no more (where it does, `x` is copied first). XLA's operations
         do so by themselves.
