@@ -41,25 +41,8 @@ def build_model(config: ConfigDict) -> nn.Module:
             f"`vocab_size` must be at least {data.VOCAB_SIZE}, one for each byte, got "
             f"{config.model.vocab_size}. Correct config.model.vocab_size."
         )
-    policy = mixprec.Policy(
-        params=_rules(config, "params"),
-        activations=_rules(config, "activations"),
-        out_dtype=config.policy.out_dtype,
-        seed=config.policy.seed,
-        backend=config.policy.backend,
-    )
+    policy = mixprec.Policy.from_dict(config.policy)
     return mixprec.wrap(models.build(models.TransformerConfig(**config.model)), policy)
-
-
-def _rules(config: ConfigDict, name: str) -> tuple[mixprec.Rule, ...]:
-    pairs = config.policy[name]
-    # A string has a length too.
-    if not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs):
-        raise ValueError(
-            f"`{name}` must be (pattern, mode) pairs, got {pairs!r}. Correct "
-            f"config.policy.{name}, for example to (('.*/kernel', 'stochastic'),)."
-        )
-    return tuple(mixprec.Rule(*pair) for pair in pairs)
 
 
 def build_run(config: ConfigDict) -> loop.RunConfig:

@@ -38,14 +38,14 @@ def get_config() -> ml_collections.ConfigDict:
     config.model.dtype = "float32"
 
     config.policy = ml_collections.ConfigDict()
-    # (pattern, mode) pairs; a pattern is a regular expression that matches the whole
-    # path, the first match decides, mode None leaves alone. See mixprec/policy.py.
-    config.policy.params = (
-        (".*/scale", None),
-        (".*", "stochastic"),
-    )
-    # Likewise, over module paths: what the module returns is rounded.
-    config.policy.activations = (("layers/(attention|mlp)", "nearest_even"),)
+    # "pattern=mode, ...": a pattern is a regular expression that matches the whole path,
+    # the first match decides, mode "keep" leaves alone. See mixprec/rules.py.
+    config.policy.params = ".*/scale=keep, .*=stochastic"
+    # Likewise, over module paths: ":out" is what the module returns, ":in" what it is
+    # given.
+    config.policy.activations = "layers/(attention|mlp):out=nearest_even"
+    # Likewise, over both, for what comes back for them.
+    config.policy.gradients = ""
     # What carries rounded values: "float32" or "bfloat16".
     config.policy.out_dtype = "float32"
     # Of draws outside training, where no key is passed: validation and sample.

@@ -1,11 +1,14 @@
 """Mixed-precision training of Flax models with rounding you can choose."""
 
+from mixprec.explain import Explanation, explain
 from mixprec.linen import wrap_class
-from mixprec.policy import Policy, Rule
+from mixprec.policy import PRESETS, Policy
 from mixprec.rounding.api import round_bracket, round_down_and_up, round_to
-from mixprec.wrap import Explanation, explain, unwrap, wrap
+from mixprec.rules import Rule
+from mixprec.wrap import unwrap, wrap
 
 __all__ = [
+    "PRESETS",
     "Explanation",
     "Policy",
     "Rule",

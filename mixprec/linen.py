@@ -11,7 +11,8 @@ How:
 2. Each method of the subclass opens a call (policy, place, seed) for its thread and
    installs one Flax method interceptor, which then sees every method call of every
    module below. It makes each marked scope a `RoundingScope` before the method runs.
-3. After `__call__` the interceptor rounds the outputs, if a rule asks for it.
+3. Around each method the interceptor rounds what it is given and what it returns, if a
+   rule asks for it.
 
 Why not round the whole tree before `apply`: that holds a second copy of all parameters,
 and under scan and remat all layers' copies at once. Why not `nn.map_variables`: it
@@ -21,7 +22,7 @@ once more in the recomputation of a remat, with the same result.
 
 Limits: during `init` nothing is rounded. Modules that are not below the wrapped module
 (passed in from outside) are left alone. A module called twice in one pass draws the
-same random bits for its activations both times, as do the layers of a scan.
+same random bits for its activations both times.
 """
 
 import contextlib
@@ -37,10 +38,10 @@ import flax.linen as nn
 import jax
 import numpy as np
 
-from mixprec import policy as policy_lib
-from mixprec import scopes
+from mixprec import coverage, scopes
 from mixprec.policy import Policy
 from mixprec.rounding import random
+from mixprec.rules import CALL
 
 # The name of the random stream: `module.apply(..., rngs={"rounding": key})`.
 RNG_STREAM = "rounding"
@@ -71,6 +72,15 @@ def wrap(module: nn.Module, policy: Policy) -> nn.Module:
     wrapped = module.clone()
     object.__setattr__(wrapped, "__class__", wrap_class(type(module), policy))
     return wrapped
+
+
+def check_module(module: Any) -> None:
+    """Raises TypeError if `module` is no Linen module."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"`module` must be a flax.linen.Module, got {type(module).__name__}. "
+            "Pass the module itself, not its class, function or variables."
+        )
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -116,7 +126,10 @@ def wrap_class(cls: type[nn.Module], policy: Policy) -> type[nn.Module]:
 
 
 def record_modules(function: Callable[[], Any]) -> tuple[Any, scopes.Record]:
-    """Runs `function` and notes which modules of wrapped modules are called in it."""
+    """Runs `function` and notes what passes in wrapped modules called in it.
+
+    Meanwhile rules that decide for nothing raise no error.
+    """
     before, scopes.calls.record = scopes.calls.record, {}
     try:
         return function(), scopes.calls.record
@@ -261,14 +274,14 @@ def _call(module: nn.Module, policy: Policy) -> Iterator[None]:
         yield  # a method that calls another one of its own module
         return
     initializing = scopes.is_initializing(_scope(module))
-    if not initializing:
+    if not initializing and scopes.calls.record is None:
         _check_params(module, policy)
     if outer is None:
         call = scopes.Call(policy, root, *_seed_of(module, policy))
     else:
         call = dataclasses.replace(outer, policy=policy, root=root)
-    called = call.record.setdefault((policy, root), {})
-    kind = _kind(module) if policy.activations else ()
+    seen = call.record.setdefault((policy, root), scopes.Seen())
+    kind = _kind(module) if policy.activations or policy.gradients else ()
     _mark_tree(module, policy, root, call.token)
     scopes.calls.open.append(call)
     try:
@@ -278,30 +291,31 @@ def _call(module: nn.Module, policy: Policy) -> Iterator[None]:
             yield
     finally:
         scopes.calls.open.pop()
-    if "" in called:  # `__call__` has run, so that all there is has been seen
+    if scopes.calls.record is not None:
+        scopes.calls.record.update(call.record)
+    elif seen.is_whole:  # all there is has been seen
         # Which modules are called may depend on flags such as `train`: one that has
         # parameters exists, called or not.
         existing = [] if initializing else _module_paths(module)
-        _check_activations(kind, policy, (*called, *existing))
+        coverage.check_modules(kind, policy, seen, existing)
         if initializing:
             _check_params(module, policy)
-    if scopes.calls.record is not None:
-        scopes.calls.record.update(call.record)
 
 
 def _seed_of(
     module: nn.Module, policy: Policy
-) -> tuple[jax.Array | np.ndarray, Hashable]:
-    """Gives the seed of a call from outside, and its token."""
+) -> tuple[jax.Array | np.ndarray, bool, Hashable]:
+    """Gives the seed of a call from outside, whether by a key, and the call's token."""
     initializing = scopes.is_initializing(_scope(module))
     if not initializing and _scope(module).has_rng(RNG_STREAM):
         # What `nn.jit` caches holds on to the key it was traced with, so calls with
         # keys must not share it.
-        return random.seed_from_key(module.make_rng(RNG_STREAM)), next(_tokens)
+        key = module.make_rng(RNG_STREAM)
+        return random.seed_from_key(key), True, next(_tokens)
     if scopes.calls.record is not None:
         # What is cached is not called, and so not recorded.
-        return _integer_seed(policy.seed), next(_tokens)
-    return _integer_seed(policy.seed), ("seed", policy.seed)
+        return _integer_seed(policy.seed), False, next(_tokens)
+    return _integer_seed(policy.seed), False, ("seed", policy.seed)
 
 
 @functools.lru_cache
@@ -322,25 +336,34 @@ def _interceptor(
     call = scopes.open_call(mark)
     if scope is None or mark is None or call is None:
         return next_method(*args, **kwargs)
-    scopes.set_mark(scope, mark._replace(path=scopes.path_of(scope)))
+    mark = mark._replace(path=scopes.path_of(scope))
+    scopes.set_mark(scope, mark)
     if scope.parent is None:  # a root, or made by a lifted transformation
         _mark_lifted((module, args, kwargs))
-    # What `super().__call__()` returns is not the module's output yet.
-    if context.method_name != "__call__" or any(m is module for m in call.running):
+    method, seen = context.method_name, call.seen(mark)
+    seen.modules[mark.below_root] = type(module)
+    seen.is_whole |= (mark.below_root, method) == ("", CALL)
+    # What `super().__call__()` takes and returns is not the module's own yet.
+    is_inner = any(m is module and name == method for m, name in call.running)
+    if method == "setup" or is_inner:
         return next_method(*args, **kwargs)
-    call.running.append(module)
+    call.running.append((module, method))
     try:
+        args, kwargs = scopes.round_passing(scope, call, "in", method, (args, kwargs))
         outputs = next_method(*args, **kwargs)
     finally:
         call.running.pop()
-    return scopes.round_outputs(scope, call, outputs)
+    return scopes.round_passing(scope, call, "out", method, outputs)
+
+
+# Rules must decide for something
 
 
 def _check_params(module: nn.Module, policy: Policy) -> None:
     """Raises ValueError if a rule over parameters decides for none of the module's."""
     params = _params(module)
     if params is not None or scopes.is_initializing(_scope(module)):
-        policy_lib.check_params(policy, tuple(scopes.param_paths(params or {})))
+        coverage.check_params(policy, tuple(scopes.param_paths(params or {})))
 
 
 def _params(module: nn.Module) -> Any:
@@ -352,17 +375,6 @@ def _module_paths(module: nn.Module) -> list[str]:
     """Gives the paths of modules that have parameters."""
     names = [path.split("/") for path in scopes.param_paths(_params(module) or {})]
     return list({"/".join(n[:d]): None for n in names for d in range(1, len(n))})
-
-
-# Kind of module -> rules over activations that have decided for one of its parts. What
-# Flax has cached is not called again, so one call need not see all parts.
-_activation_rules_seen: dict[Hashable, set[policy_lib.Rule]] = {}
-
-
-def _check_activations(kind: Hashable, policy: Policy, paths: tuple[str, ...]) -> None:
-    seen = _activation_rules_seen.setdefault(kind, set())
-    seen |= policy_lib.rules_in_use(policy.activations, paths)
-    policy_lib.check_all_in_use(policy.activations, seen, paths, "module")
 
 
 def _kind(module: nn.Module) -> Hashable:

@@ -10,7 +10,6 @@ call (`Call`: the seed) is open in the thread; the variables stay as they are.
 """
 
 import dataclasses
-import functools
 import threading
 from collections.abc import Hashable
 from typing import Any, NamedTuple
@@ -22,14 +21,36 @@ import jax.numpy as jnp
 import numpy as np
 from flax.core import meta
 
+from mixprec import tensors
 from mixprec.policy import Policy
-from mixprec.rounding import api, dispatch, random
+from mixprec.rounding import random
+from mixprec.rules import Rule, Site
 
 Path = tuple[str, ...]
-# Policy and path of a wrapped module -> path below it of a module that was called ->
-# shapes and dtypes of its outputs (None if the policy has no rules over activations).
-Record = dict[tuple[Policy, Path], dict[str, Any]]
 _FLAG = "mixprec"
+_SALTS = (jnp.float32, jnp.bfloat16)
+_SALT_WORDS = 8  # of a parameter, enough to tell it from another layer's
+
+
+@dataclasses.dataclass
+class Seen:
+    """What has passed in a call of a wrapped module; paths begin below it.
+
+    Attributes:
+      modules: path -> class, of those of which a method has run.
+      reads: path of a parameter -> its shape and dtype where it was read.
+      passed: site at a module -> tree of shapes and dtypes; empty without rules there.
+      is_whole: whether the wrapped module's own `__call__` has run.
+    """
+
+    modules: dict[str, type[nn.Module]] = dataclasses.field(default_factory=dict)
+    reads: dict[str, jax.ShapeDtypeStruct] = dataclasses.field(default_factory=dict)
+    passed: dict[Site, Any] = dataclasses.field(default_factory=dict)
+    is_whole: bool = False
+
+
+# Policy and path of a wrapped module -> what passed in it.
+Record = dict[tuple[Policy, Path], Seen]
 
 
 class Mark(NamedTuple):
@@ -64,17 +85,24 @@ class Call:
       policy: of the wrapped module.
       root: the wrapped module's path.
       seed: [2] uint32, of stochastic draws.
+      has_key: whether `seed` comes from a key of the caller's.
       token: the same for a call from outside and those inside it.
       record: see `Record`; shared likewise.
-      running: modules whose `__call__` has begun and not ended; shared likewise.
+      running: modules and names of their methods that have begun and not ended; shared
+        likewise.
     """
 
     policy: Policy
     root: Path
     seed: jax.Array | np.ndarray
+    has_key: bool
     token: Hashable
     record: Record = dataclasses.field(default_factory=dict)
-    running: list[nn.Module] = dataclasses.field(default_factory=list)
+    running: list[tuple[nn.Module, str]] = dataclasses.field(default_factory=list)
+
+    def seen(self, mark: Mark) -> Seen:
+        """Gives the record of the wrapped module that a mark belongs to."""
+        return self.record.setdefault((mark.policy, mark.root), Seen())
 
 
 class _Calls(threading.local):
@@ -180,26 +208,78 @@ def param_paths(params: Any) -> dict[str, Any]:
     }
 
 
-def round_outputs(scope: flax.core.Scope, call: Call, outputs: Any) -> Any:
-    """Notes the outputs of a module's `__call__`; rounds them if a rule asks for it."""
+def round_passing(
+    scope: flax.core.Scope, call: Call, at: str, method: str, tree: Any
+) -> Any:
+    """Notes what a module's method is given or returns; rounds what rules ask for.
+
+    Args:
+      scope: of the module.
+      call: that is open.
+      at: "in" or "out".
+      method: its name.
+      tree: of anything; the arrays of floats in it are rounded.
+
+    Returns:
+      The same tree, rounded.
+    """
     mark: Mark = scope.flags[_FLAG]
-    policy, path = mark.policy, mark.below_root
-    called = call.record.setdefault((policy, mark.root), {})
-    called[path] = jax.tree.map(_struct, outputs) if policy.activations else None
-    rule = policy.activation_rule(path)
-    if rule is None or rule.mode is None or is_initializing(scope):
-        return outputs
-    mode = rule.mode
+    policy, site = mark.policy, Site(mark.below_root, at, method)
+    if policy.activations or policy.gradients:
+        call.seen(mark).passed[site] = jax.tree.map(_struct, tree)
+    forward = policy.activation_rule(site)
+    backward = policy.gradient_rule(site)
+    if is_initializing(scope) or not any(r and r.mode for r in (forward, backward)):
+        return tree
+    is_stochastic = any(r and r.mode == "stochastic" for r in (forward, backward))
+    how: dict[str, Any] = {"has_key": call.has_key}
+    how["seed"] = _salted(scope, call.seed) if is_stochastic else call.seed
 
     def round_leaf(keys: Any, y: Any) -> Any:
-        if not _is_array(y) or y.dtype != jnp.float32:
+        if not _is_array(y):
             return y
-        # Not the values: they may differ in the last bit between a forward pass and its
-        # recomputation, and the draw must not.
-        place = "/".join((*mark.path, ":out", *map(_key_name, keys)))
-        return _round(policy, call.seed, place, mode, y, hash_values=False)
+        here = Site("/".join(mark.path), at, method)
+        place = "/".join((str(here), *map(_key_name, keys)))
+        if tensors.why_left_alone(forward, y.dtype, y.size) is None:
+            assert forward is not None
+            # Not the values: they may differ in the last bit between a forward pass and
+            # its recomputation, and the draw must not.
+            y = tensors.round_value(
+                y, forward, policy, place=place, hash_values=False, **how
+            )
+        return _round_cotangent(backward, policy, y, place=place, **how)
 
-    return jax.tree_util.tree_map_with_path(round_leaf, outputs)
+    return jax.tree_util.tree_map_with_path(round_leaf, tree)
+
+
+def _salted(scope: flax.core.Scope, seed: Any) -> Any:
+    """Gives a seed that differs between layers of a scan and members of a vmap.
+
+    They have place and index in common; what differs are their parameters.
+    """
+    at: flax.core.Scope | None = scope
+    while at is not None:
+        params = flax.core.Scope.variables(at).get("params")
+        floats = {
+            path: leaf
+            for path, leaf in param_paths(params or {}).items()
+            if _is_array(leaf) and leaf.size and leaf.dtype in _SALTS
+        }
+        if floats:
+            largest = max(floats.values(), key=lambda leaf: leaf.size)
+            return random.fold_words(jnp.concatenate([seed, _first_words(largest)]))
+        at = at.parent
+    return seed
+
+
+def _first_words(x: jax.Array) -> jax.Array:
+    x = jnp.asarray(x)
+    first = (0,) * (x.ndim - 1) + (slice(0, _SALT_WORDS),) * (x.ndim > 0)
+    # On a mesh with explicit axes a few elements cannot be split as the whole is.
+    is_explicit = bool(jax.typeof(x).sharding.mesh.explicit_axes)
+    whole = jax.sharding.PartitionSpec() if is_explicit else None
+    words = x.at[first].get(out_sharding=whole).view(f"uint{8 * x.dtype.itemsize}")
+    return jnp.ravel(words).astype(jnp.uint32)
 
 
 def _round_params(scope: flax.core.Scope, names: Path, tree: Any) -> Any:
@@ -208,55 +288,41 @@ def _round_params(scope: flax.core.Scope, names: Path, tree: Any) -> Any:
     call = open_call(mark)
     if call is None or is_initializing(scope):
         return tree
-    seed, prefix = call.seed, (*path_of(scope), *names)
+    policy, prefix = mark.policy, (*path_of(scope), *names)
+    how: dict[str, Any] = {"seed": call.seed, "has_key": call.has_key}
 
     def round_leaf(keys: Any, leaf: Any) -> Any:
         path = (*prefix, *map(_key_name, keys))
-        below_root = "/".join(path[len(mark.root) :])
-        rule = mark.policy.param_rule(below_root)
-        if rule is None or rule.mode is None:
+        below_root, place = "/".join(path[len(mark.root) :]), "/".join(path)
+        forward = policy.param_rule(below_root)
+        backward = policy.gradient_rule(Site(below_root))
+        if forward is None and backward is None:
             return leaf
-        # The layers of a scan share path and index: the values tell their draws apart.
-        round_value = functools.partial(
-            _round, mark.policy, seed, "/".join(path), rule.mode, hash_values=True
-        )
-        return jax.tree.map(
-            lambda x: round_value(x) if needs_rounding(x, below_root) else x,
-            leaf,  # if it is a partitioning box, the box stays
-        )
+
+        def round_array(x: Any) -> Any:
+            if _is_array(x):
+                call.seen(mark).reads[below_root] = _struct(x)
+            if forward and tensors.param_can_be_rounded(forward, x, below_root):
+                # The layers of a scan have path and index in common: the values tell
+                # their draws apart.
+                x = tensors.round_value(
+                    x, forward, policy, place=place, hash_values=True, **how
+                )
+            return _round_cotangent(backward, policy, x, place=place, **how)
+
+        # If the leaf is a partitioning box, the box stays.
+        return jax.tree.map(round_array, leaf)
 
     return jax.tree_util.tree_map_with_path(round_leaf, tree, is_leaf=_is_box)
 
 
-def _round(
-    policy: Policy, seed: Any, place: str, mode: str, x: jax.Array, *, hash_values: bool
-) -> jax.Array:
-    stochastic = mode == "stochastic"
-    (rounded,) = dispatch.round_seeded(
-        x,
-        api.make_rounding(
-            jnp.bfloat16,
-            (mode,),
-            out_dtype=policy.out_dtype,
-            hash_values=hash_values and stochastic,
-        ),
-        seed=random.fold_in_path(seed, place) if stochastic else None,
-        backend=policy.backend,
-    )
-    return rounded
-
-
-def needs_rounding(leaf: Any, path: str) -> bool:
-    """Tells whether a parameter is to be rounded; raises TypeError if it cannot be."""
-    dtype = getattr(leaf, "dtype", None)
-    if dtype == jnp.float32:
-        return True
-    if dtype in (jnp.float16, jnp.float64):
-        raise TypeError(
-            f"`{path}` must be float32 to be rounded to bfloat16, got {dtype}. Keep "
-            "float32 master weights, or leave it alone by a rule with mode None."
-        )
-    return False  # bfloat16 values already, or no numbers to round
+def _round_cotangent(
+    rule: Rule | None, policy: Policy, x: Any, *, place: str, **how: Any
+) -> Any:
+    if rule is None or not _is_array(x):
+        return x
+    # Other draws than those forward.
+    return tensors.round_cotangent(x, rule, policy, place=f"{place}:cotangent", **how)
 
 
 def _is_box(leaf: Any) -> bool:

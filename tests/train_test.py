@@ -147,10 +147,10 @@ def test_other_errors_keep_their_traceback():
         (["--config.model.vocab_size=255"], "`vocab_size` must be at least 256"),
         (["--config.seed=-1"], "`seed` must be"),
         (["--config.policy.backend=cuda"], "`backend` must be one of auto, pallas"),
-        (["--config.policy.params=(('layers/.*',),)"], "(pattern, mode) pairs"),
-        (["--config.policy.params=('ab','cd')"], "(pattern, mode) pairs"),
+        (["--config.policy.params=layers/.*"], "`params` must be rules such as"),
+        (["--config.policy.params=.*=stochastik"], "Did you mean 'stochastic'?"),
         (
-            ["--config.policy.params=(('layers/mlp/upp/kernel','stochastic'),)"],
+            ["--config.policy.params=layers/mlp/upp/kernel=stochastic"],
             "'layers/mlp/up/kernel'",
         ),
     ],

@@ -65,9 +65,7 @@ def round_pallas(
     if not shape:  # the TPU compiler refuses blocks of rank 0
         x, strides = x.reshape(1), random.Strides((1,), (0,))
     dtype = rounding.out_dtype
-    bytes_per_element = x.dtype.itemsize + len(rounding.modes) * dtype.itemsize
-    order = tiling.memory_order(x.shape, x.dtype.itemsize)
-    tiles = tiling.tile(x.shape, bytes_per_element, order=order)
+    tiles = tile(x.shape, x.dtype, rounding)
     draws: _Draws | None = None
     if words is not None:
         is_hashed = rounding.random_source == "hash"
@@ -101,6 +99,14 @@ def round_pallas(
     if as_patterns:
         rounded = [jax.lax.bitcast_convert_type(y, dtype) for y in rounded]
     return tuple(rounded)
+
+
+def tile(shape: tuple[int, ...], dtype: np.dtype, rounding: Rounding) -> tiling.Tiling:
+    """Gives the blocks for an array; for a scalar, those for one element."""
+    written = len(rounding.modes) * rounding.out_dtype.itemsize
+    bytes_per_element = dtype.itemsize + written
+    order = tiling.memory_order(shape or (1,), dtype.itemsize)
+    return tiling.tile(shape or (1,), bytes_per_element, order=order)
 
 
 def round_pallas_bare(

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.extend
 import jax.numpy as jnp
+import numpy as np
 from jax.interpreters import batching, mlir
 
 from mixprec.rounding import elements, pallas_gpu, pallas_tpu, random, tiling
@@ -149,16 +150,22 @@ def _on_tpu(
     x: jax.Array, words: jax.Array | None = None, **options: Any
 ) -> tuple[jax.Array, ...]:
     rounding = options["rounding"]
-    itemsizes = (x.dtype.itemsize, rounding.out_dtype.itemsize)
-    if rounding.random_source == "hash" and not tiling.have_one_order(
-        x.shape, itemsizes
-    ):
-        reason = (
-            f"a TPU stores {x.dtype} and {rounding.out_dtype} of shape {x.shape} in "
-            "different orders, between which a kernel would need a copy"
-        )
+    reason = _why_not_on_tpu(x.shape, x.dtype, rounding)
+    if rounding.random_source == "hash" and reason is not None:
         return _in_xla(reason, x, words, **options)
     return pallas_tpu.round_pallas(x, words, **options)
+
+
+def _why_not_on_tpu(
+    shape: tuple[int, ...], dtype: np.dtype, rounding: Rounding
+) -> str | None:
+    itemsizes = (dtype.itemsize, rounding.out_dtype.itemsize)
+    if tiling.have_one_order(shape, itemsizes):
+        return None
+    return (
+        f"a TPU stores {dtype} and {rounding.out_dtype} of shape {shape} in different "
+        "orders, between which a kernel would need a copy"
+    )
 
 
 def _on_nvidia(
@@ -233,3 +240,26 @@ def _batch_bare(
 
 
 batching.primitive_batchers[round_bare_p] = _batch_bare
+
+
+def describe(shape: tuple[int, ...], dtype: np.dtype, rounding: Rounding) -> str:
+    """Tells what backend "pallas" comes to for an array on one device of this platform.
+
+    Args:
+      shape: of the array.
+      dtype: of the array.
+      rounding: what to make of each element.
+
+    Returns:
+      "pallas" with the block, in elements, or "xla" with the reason.
+    """
+    platform = jax.default_backend()
+    if 0 in shape:
+        return "xla: no elements"
+    if platform == "gpu":
+        return f"pallas {pallas_gpu.BLOCK}"
+    reason = _why_not_on_tpu(shape, dtype, rounding) if platform == "tpu" else None
+    if reason is not None:
+        return f"xla: {reason}"
+    block = "x".join(map(str, pallas_tpu.tile(shape, dtype, rounding).block_shape))
+    return f"pallas {block}" + (" (interpreted)" if platform == "cpu" else "")

@@ -1,0 +1,347 @@
+"""`explain`: what a wrapped module rounds, where and how; nothing is computed."""
+
+import dataclasses
+import io
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import flax
+import flax.linen as nn
+import jax
+import rich.box
+import rich.console
+import rich.table
+
+from mixprec import coverage, linen, rules, scopes, tensors
+from mixprec.policy import Policy
+from mixprec.rounding import api, dispatch, formats, platforms
+from mixprec.rules import Rule, Site
+
+_COLUMNS = ("tensor", "type", "mode", "rule", "bytes", "rounded", "inexact", "by")
+_TO_THE_RIGHT = ("bytes", "rounded", "inexact")
+_TEXT_WIDTH = 110  # characters
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """What happens to one tensor.
+
+    Attributes:
+      kind: "parameter", "activation" or "gradient" (of either).
+      path: below the wrapped module; of an activation with what passes there, such as
+        "layers/mlp:out".
+      shape: in elements.
+      dtype: of the tensor before rounding.
+      rule: the rule that decides, or None.
+      kept: why it is left alone, or None.
+      by: what rounds it, such as "xla" or "pallas 256x1024" (the kernel's block), with
+        the reason if it is not what the policy asks for; "" if it is left alone.
+      bytes_before: of the tensor.
+      bytes_after: of its rounded values in the dtype they are rounded to; as before if
+        it is left alone.
+      inexact: the share of values that rounding changes, if all mantissas are equally
+        likely; 0 if it is left alone.
+    """
+
+    kind: str
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    rule: Rule | None
+    kept: str | None
+    by: str
+    bytes_before: int
+    bytes_after: int
+    inexact: float
+
+    @property
+    def mode(self) -> str | None:
+        """The rounding mode, or None for a tensor that is left alone."""
+        return None if self.rule is None or self.kept else self.rule.mode
+
+    def cells(self) -> tuple[str, ...]:
+        """Gives the texts for the columns of a table."""
+        mode = self.mode or "left alone"
+        if self.mode and self.rule and self.rule.dtype != "bfloat16":
+            mode += f" to {self.rule.dtype}"
+        elif self.kept not in (None, tensors.NO_RULE, tensors.KEEP):
+            mode += f": {self.kept}"
+        return (
+            f"{self.path} (gradient)" if self.kind == "gradient" else self.path,
+            f"{self.dtype}[{','.join(map(str, self.shape))}]",
+            mode,
+            "" if self.rule is None else self.rule.pattern,
+            f"{self.bytes_before:,}",
+            "" if self.kept else f"{self.bytes_after:,}",
+            "" if self.kept else f"{math.floor(self.inexact * 1e5) / 1e3}%",
+            self.by,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """What a wrapped module rounds, how, and how many bytes: prints as a table.
+
+    Attributes:
+      rows: one for each parameter, then one for each activation and gradient that a
+        rule decides.
+      policy: of the module.
+      unused: for each rule that decides for nothing, why not; with `strict=False`.
+    """
+
+    rows: tuple[Row, ...]
+    policy: Policy
+    unused: tuple[str, ...] = ()
+
+    @property
+    def unmatched(self) -> tuple[str, ...]:
+        """The parameters that no rule matches."""
+        return tuple(
+            row.path for row in self.rows if row.kind == "parameter" and not row.rule
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Gives everything as data for JSON."""
+        rows = [
+            {**dataclasses.asdict(row), "rule": row.rule and str(row.rule)}
+            for row in self.rows
+        ]
+        return {
+            "policy": str(self.policy),
+            "rows": [{**row, "shape": list(row["shape"])} for row in rows],
+            "unused": list(self.unused),
+            "unmatched": list(self.unmatched),
+        }
+
+    def to_markdown(self) -> str:
+        """Gives the table in Markdown."""
+
+        def line(cells: Any) -> str:
+            escaped = [cell.replace("|", r"\|") for cell in cells]
+            return f"| {' | '.join(escaped)} |"
+
+        rule = ["---:" if name in _TO_THE_RIGHT else "---" for name in _COLUMNS]
+        rows = [row.cells() for row in self.rows]
+        table = map(line, (_COLUMNS, rule, *rows, self._totals()))
+        return "\n".join([*table, "", *(f"- {note}" for note in self._notes()), ""])
+
+    def __rich__(self) -> rich.table.Table:
+        table = rich.table.Table(
+            box=rich.box.SIMPLE_HEAD, caption="\n".join(self._notes())
+        )
+        shown = [row.cells() for row in self.rows]
+        for name in _COLUMNS:
+            right = name in _TO_THE_RIGHT
+            # Numbers are not broken; of the texts the longest is, first.
+            table.add_column(
+                name,
+                overflow="fold",
+                no_wrap=name not in ("rule", "mode", "by"),
+                justify="right" if right else "left",
+            )
+        for row, cells in zip(self.rows, shown, strict=True):
+            table.add_row(*cells, style="dim" if row.kept else None)
+        table.add_section()
+        table.add_row(*self._totals())
+        return table
+
+    def __str__(self) -> str:
+        buffer = io.StringIO()
+        rich.console.Console(file=buffer, width=_TEXT_WIDTH).print(self)
+        return buffer.getvalue()
+
+    def _totals(self) -> tuple[str, ...]:
+        parameters = [row for row in self.rows if row.kind == "parameter"]
+        rounded = [row for row in parameters if row.kept is None]
+        before = sum(row.bytes_before for row in parameters)
+        after = sum(row.bytes_after for row in parameters)
+        title = f"{len(rounded)} of {len(parameters)} parameters rounded"
+        return (title, "", "", "", f"{before:,}", f"{after:,}", "", "")
+
+    def _notes(self) -> list[str]:
+        dtypes = sorted({row.rule.dtype for row in self.rows if row.rule and row.mode})
+        notes = [
+            f"rounded to {', '.join(dtypes) or 'nothing'}, carried as "
+            f"{self.policy.out_dtype}"
+        ]
+        if self.policy.backend == "auto":
+            notes.append('backend "auto": XLA fuses rounding into what reads the value')
+        if self.unmatched and self.policy.params:
+            notes.append(f"no rule for {', '.join(self.unmatched)}")
+        return [*notes, *self.unused]
+
+
+def explain(
+    wrapped: nn.Module,
+    *inputs: Any,
+    rngs: Any = None,
+    strict: bool = True,
+    **kwargs: Any,
+) -> Explanation:
+    """Tells what a wrapped module rounds when called on `inputs`. Computes nothing.
+
+    Args:
+      wrapped: a module that `wrap` gave.
+      *inputs: as for `wrapped.init`, arrays or `jax.ShapeDtypeStruct`s.
+      rngs: as for `wrapped.init`; by default keys for "params" and "dropout".
+      strict: whether a rule that decides for nothing is an error; if not, the
+        explanation names it.
+      **kwargs: as for `wrapped.init`, or with `jax.ShapeDtypeStruct`s for arrays.
+
+    Returns:
+      An `Explanation`; print it, or take its `to_dict()` or `to_markdown()`.
+
+    Raises:
+      TypeError: `wrapped` is no wrapped module, or a rule asks to round a parameter
+        that is float16 or float64.
+      ValueError: a rule matches nothing.
+    """
+    linen.check_module(wrapped)
+    if not linen.is_wrapped(wrapped):
+        raise TypeError(
+            f"`wrapped` must be a module from mixprec.wrap, got a plain "
+            f"{type(wrapped).__name__}. Wrap it first."
+        )
+    variables, record = _record(wrapped, inputs, rngs, kwargs)
+    params = scopes.param_paths(variables.get("params", {}))
+    unused = tuple(_unused(record, params))
+    if strict and unused:
+        raise ValueError(unused[0])
+    return Explanation(
+        rows=tuple(_rows(record, params)),
+        policy=linen.policy_of(wrapped),
+        unused=unused,
+    )
+
+
+def _record(
+    wrapped: nn.Module, inputs: Any, rngs: Any, kwargs: dict[str, Any]
+) -> tuple[Any, scopes.Record]:
+    """Gives the shapes of the variables, and what passes in `init` and in `apply`."""
+    if rngs is None:
+        rngs = {name: jax.random.key(0) for name in ("params", "dropout")}
+    # Not the others: modules branch on flags such as `train=False`.
+    abstract = {name: x for name, x in kwargs.items() if _is_abstract(x)}
+
+    def init(abstract: dict[str, Any], *inputs: Any) -> Any:
+        return wrapped.init(rngs, *inputs, **{**kwargs, **abstract})
+
+    def apply(variables: Any, abstract: dict[str, Any], *inputs: Any) -> None:
+        wrapped.apply(
+            variables,
+            *inputs,
+            rngs=dict(rngs) if isinstance(rngs, Mapping) else {"params": rngs},
+            mutable=flax.core.DenyList("params"),
+            **{**kwargs, **abstract},
+        )
+
+    def run() -> Any:
+        variables = jax.eval_shape(init, abstract, *inputs)
+        jax.eval_shape(apply, variables, abstract, *inputs)
+        return variables
+
+    return linen.record_modules(run)
+
+
+def _unused(record: scopes.Record, params: dict[str, Any]) -> Iterator[str]:
+    for (policy, root), seen in record.items():
+        prefix = "".join(f"{name}/" for name in root)
+        below = [path[len(prefix) :] for path in params if path.startswith(prefix)]
+        sites = {
+            "parameter": [Site(path) for path in below],
+            "module": coverage.module_sites(seen),
+        }
+        for kind, found in sites.items():
+            for checked in coverage.rules_over(policy, kind):
+                in_use = rules.rules_in_use(checked, found)
+                for rule in checked:
+                    if rule not in in_use:
+                        yield rules.why_unused(rule, checked, found, kind)
+
+
+def _rows(record: scopes.Record, params: dict[str, Any]) -> Iterator[Row]:
+    gradients = []
+    for path, leaf in params.items():
+        root = _root_of(record, path)
+        if root is None:
+            yield _row("parameter", path, leaf, None, None)
+            continue
+        policy, names = root
+        below = path[len("".join(f"{name}/" for name in names)) :]
+        rule, read = policy.param_rule(below), record[root].reads.get(below, leaf)
+        if rule is not None:
+            tensors.param_can_be_rounded(rule, leaf, path)  # or raises, as by `apply`
+        yield _row("parameter", path, leaf, rule, policy, read)
+        backward = policy.gradient_rule(Site(below))
+        if backward is not None:
+            gradients.append(_row("gradient", path, leaf, backward, policy, read))
+    for (policy, names), seen in record.items():
+        for site, tree in sorted(seen.passed.items()):
+            path = "/".join((*names, site.path)) if names and site.path else site.path
+            place = str(site._replace(path=path or "/".join(names)))
+            for leaf in jax.tree.leaves(tree):
+                if not isinstance(leaf, jax.ShapeDtypeStruct):
+                    continue
+                rule = policy.activation_rule(site)
+                if rule is not None:
+                    yield _row("activation", place, leaf, rule, policy)
+                backward = policy.gradient_rule(site)
+                if backward is not None:
+                    gradients.append(_row("gradient", place, leaf, backward, policy))
+    yield from gradients
+
+
+def _root_of(record: scopes.Record, path: str) -> tuple[Policy, tuple[str, ...]] | None:
+    """Gives the innermost wrapped module around a parameter."""
+    names = path.split("/")
+    around = [key for key in record if tuple(names[: len(key[1])]) == key[1]]
+    return max(around, key=lambda key: len(key[1]), default=None)
+
+
+def _is_abstract(x: Any) -> bool:
+    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(x))
+
+
+def _row(
+    kind: str,
+    path: str,
+    leaf: Any,
+    rule: Rule | None,
+    policy: Policy | None,
+    read: Any = None,
+) -> Row:
+    """Makes a row for a tensor; `read`: as it is where it is rounded, in a scan."""
+    size, read = math.prod(leaf.shape), leaf if read is None else read
+    before = size * leaf.dtype.itemsize
+    kept = tensors.why_left_alone(rule, leaf.dtype, math.prod(read.shape))
+    after, by, inexact = before, "", 0.0
+    if rule is not None and policy is not None and rule.mode and kept is None:
+        after = size * formats.find_format(rule.dtype).bits // 8
+        inexact = tensors.inexact_share(rule, leaf.dtype)
+        by = _backend(read, rule, policy)
+    return Row(
+        kind=kind,
+        path=path,
+        shape=tuple(leaf.shape),
+        dtype=leaf.dtype.name,
+        rule=rule,
+        kept=kept,
+        by=by,
+        bytes_before=before,
+        bytes_after=after,
+        inexact=inexact,
+    )
+
+
+def _backend(x: Any, rule: Rule, policy: Policy) -> str:
+    """Tells what rounds a tensor."""
+    if dispatch.choose_backend(policy.backend) == "xla":
+        return "xla"
+    carrier = policy.out_dtype if x.dtype == "float32" else x.dtype.name
+    rounding = api.make_rounding(
+        rule.dtype,
+        (rule.mode or "",),
+        out_dtype=rule.dtype if carrier == rule.dtype else "float32",
+    )
+    return platforms.describe(x.shape, x.dtype, rounding)

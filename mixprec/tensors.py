@@ -1,0 +1,201 @@
+"""One tensor of a module, rounded as a rule says: its values, or its cotangent."""
+
+import functools
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mixprec.policy import Policy
+from mixprec.rounding import api, dispatch, formats, random
+from mixprec.rules import Rule
+
+# Reasons to leave a tensor alone that the policy itself gives.
+NO_RULE = "no rule"
+KEEP = "keep"
+# Narrow dtype -> those of `rules.DTYPES` that have all of its values.
+_HAVE_ALL_VALUES = {
+    "bfloat16": ("bfloat16",),
+    "float16": ("float16",),
+    "float8_e4m3fn": ("float8_e4m3fn", "bfloat16", "float16"),
+    "float8_e5m2": ("float8_e5m2", "bfloat16", "float16"),
+}
+
+
+def why_left_alone(rule: Rule | None, dtype: Any, size: int) -> str | None:
+    """Gives the reason why a tensor is not rounded, or None if it is.
+
+    Args:
+      rule: that decides for it.
+      dtype: of the tensor.
+      size: of the tensor, in elements.
+    """
+    if rule is None:
+        return NO_RULE
+    if rule.mode is None:
+        return KEEP
+    name = jnp.dtype(dtype).name
+    if name not in ("float32", "float64", *_HAVE_ALL_VALUES):
+        return f"{name} is not rounded"
+    if rule.dtype in _HAVE_ALL_VALUES.get(name, ()):
+        return f"all its values are {rule.dtype} values"
+    if size < rule.min_size:
+        return f"fewer elements than min_size={rule.min_size}"
+    return None
+
+
+def round_value(
+    x: jax.Array,
+    rule: Rule,
+    policy: Policy,
+    *,
+    seed: Any,
+    place: str,
+    has_key: bool,
+    hash_values: bool,
+) -> jax.Array:
+    """Rounds a tensor for which `why_left_alone` gives no reason.
+
+    Args:
+      x: [...] float32, float64 or narrower.
+      rule: with a mode.
+      policy: that the rule is of.
+      seed: [2] uint32, of stochastic draws.
+      place: that tells this tensor's draws from others'.
+      has_key: whether `seed` comes from the caller's key.
+      hash_values: whether draws depend on the values too.
+
+    Returns:
+      [...] `policy.out_dtype` if `x` is float32, else its dtype.
+    """
+    is_float32 = x.dtype == jnp.float32
+    carrier = jnp.dtype(policy.out_dtype) if is_float32 else x.dtype
+    stochastic = rule.mode == "stochastic"
+    assert rule.mode is not None
+    if stochastic and not has_key:
+        x = _warn_if_differentiated(x, policy)
+    (rounded,) = dispatch.round_seeded(
+        x,
+        api.make_rounding(
+            rule.dtype,
+            (rule.mode,),
+            overflow=rule.overflow,
+            out_dtype=rule.dtype if carrier == rule.dtype else "float32",
+            random_bits=rule.random_bits,
+            hash_values=hash_values and stochastic,
+        ),
+        seed=random.fold_in_path(seed, place) if stochastic else None,
+        backend=policy.backend,
+    )
+    # What is rounded to 8 bits is a value of every wider dtype, so this is exact.
+    return rounded.astype(carrier)
+
+
+def round_cotangent(
+    x: jax.Array,
+    rule: Rule,
+    policy: Policy,
+    *,
+    seed: Any,
+    place: str,
+    has_key: bool,
+) -> jax.Array:
+    """Gives `x` unchanged; rounds what comes back for it. Arguments as above."""
+    if why_left_alone(rule, x.dtype, x.size) is not None:
+        return x
+    seed = jnp.asarray(seed)
+    return _with_rounded_cotangent(x, seed, rule, policy, place, has_key)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
+def _with_rounded_cotangent(
+    x: jax.Array,
+    seed: jax.Array,
+    rule: Rule,
+    policy: Policy,
+    place: str,
+    has_key: bool,
+) -> jax.Array:
+    return x
+
+
+def _forward(x: jax.Array, seed: jax.Array, *_: Any) -> tuple[jax.Array, jax.Array]:
+    return x, seed
+
+
+def _backward(
+    rule: Rule,
+    policy: Policy,
+    place: str,
+    has_key: bool,
+    seed: jax.Array,
+    cotangent: jax.Array,
+) -> tuple[jax.Array, None]:
+    if rule.mode == "stochastic" and not has_key:
+        _warn_of_equal_draws(policy)
+    rounded = round_value(
+        cotangent,
+        rule,
+        policy,
+        seed=seed,
+        place=place,
+        has_key=has_key,
+        # Under a scan the cotangents of all layers have place and index in common.
+        hash_values=True,
+    )
+    return rounded.astype(cotangent.dtype), None
+
+
+_with_rounded_cotangent.defvjp(_forward, _backward)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _warn_if_differentiated(x: jax.Array, policy: Policy) -> jax.Array:
+    return x
+
+
+@_warn_if_differentiated.defjvp
+def _warn_if_differentiated_jvp(
+    policy: Policy, primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    _warn_of_equal_draws(policy)
+    return primals[0], tangents[0]
+
+
+@functools.cache
+def _warn_of_equal_draws(policy: Policy) -> None:
+    warnings.warn(
+        "stochastic rounding is differentiated without a key, so every step draws "
+        f"from seed {policy.seed} of the policy and rounds alike. Pass a fresh key "
+        'each step: rngs={"rounding": key}.',
+        stacklevel=2,
+    )
+
+
+def param_can_be_rounded(rule: Rule, leaf: Any, path: str) -> bool:
+    """Tells whether a parameter is to be rounded; raises TypeError if it cannot be."""
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is None:
+        return False
+    if dtype in (jnp.float16, jnp.float64) and rule.mode is not None:
+        raise TypeError(
+            f"`{path}` must be float32 to be rounded to {rule.dtype}, got {dtype}. "
+            "Keep float32 master weights, or leave it alone by a rule with mode None."
+        )
+    return why_left_alone(rule, dtype, np.size(leaf)) is None
+
+
+def inexact_share(rule: Rule, dtype: Any) -> float:
+    """Gives the share of values that rounding changes, if all mantissas are as likely.
+
+    Args:
+      rule: with a mode.
+      dtype: of the tensor.
+
+    Returns:
+      1 - 2^-(mantissa bits that `rule.dtype` lacks); 0 if it lacks none.
+    """
+    lost = jnp.finfo(dtype).nmant - formats.find_format(rule.dtype).mantissa_bits
+    return 1 - 2.0 ** -max(lost, 0)
