@@ -155,7 +155,8 @@ class Rule:
 
     def __str__(self) -> str:
         pattern = self.pattern
-        if not pattern or re.search(r'[\s,;="]|:\w*$', pattern):
+        is_hidden = not pattern and self.at is None
+        if is_hidden or re.search(r'[\s,;="]|:\w*$', pattern):
             pattern = json.dumps(pattern)
         site = Site(pattern, self.at, self.method)
         options = ", ".join(f"{name}={value}" for name, value in self.options.items())
@@ -171,7 +172,7 @@ _OPTIONS = ("dtype", "overflow", "random_bits", "min_size")
 
 _RULE = re.compile(
     r"""\s*
-    (?: (?P<quoted> "(?:[^"\\]|\\.)*" ) | (?P<bare> [^\s,;="]+? ) )
+    (?: (?P<quoted> "(?:[^"\\]|\\.)*" ) | (?P<bare> [^\s,;="]*? ) )
     (?: (?: :(?P<method>\w+) )? :(?P<at>in|out) )?
     \s* = \s* (?P<mode>\w+) \s*
     (?: \( (?P<options>[^()]*) \) \s* )?
@@ -193,7 +194,9 @@ def parse_rules(text: str, section: str = "rules") -> tuple[Rule, ...]:
     rules, position = [], 0
     while text[position:].strip():
         found = _RULE.match(text, position)
-        if found is None or (found["next"] and not text[found.end() :].strip()):
+        is_hidden = found and not (found["quoted"] or found["bare"] or found["at"])
+        ends_in_comma = found and found["next"] and not text[found.end() :].strip()
+        if found is None or is_hidden or ends_in_comma:
             raise ValueError(
                 f"`{section}` must be rules such as '.*/kernel=stochastic, "
                 f".*/scale=keep', got {text!r}, which cannot be read from character "
