@@ -49,8 +49,8 @@ def module_sites(seen: Seen, existing: Iterable[str] = ()) -> tuple[Site, ...]:
 
 @functools.cache
 def _methods(cls: type[nn.Module]) -> list[str]:
-    names = [name for name in dir(cls) if not hasattr(nn.Module, name)]
-    return [name for name in names if callable(inspect.getattr_static(cls, name, None))]
+    names = [n for n in dir(cls) if n == rules.CALL or not hasattr(nn.Module, n)]
+    return [n for n in names if callable(inspect.getattr_static(cls, n, None))]
 
 
 # Kind of module -> rules over modules that have decided for one of its parts. What Flax

@@ -276,8 +276,9 @@ def _first_words(x: jax.Array) -> jax.Array:
     x = jnp.asarray(x)
     first = (0,) * (x.ndim - 1) + (slice(0, _SALT_WORDS),) * (x.ndim > 0)
     # On a mesh with explicit axes a few elements cannot be split as the whole is.
-    is_explicit = bool(jax.typeof(x).sharding.mesh.explicit_axes)
-    whole = jax.sharding.PartitionSpec() if is_explicit else None
+    mesh, nothing = jax.typeof(x).sharding.mesh, jax.sharding.PartitionSpec()
+    is_explicit = bool(mesh.explicit_axes)
+    whole = jax.sharding.NamedSharding(mesh, nothing) if is_explicit else None
     words = x.at[first].get(out_sharding=whole).view(f"uint{8 * x.dtype.itemsize}")
     return jnp.ravel(words).astype(jnp.uint32)
 

@@ -42,7 +42,7 @@ def why_left_alone(rule: Rule | None, dtype: Any, size: int) -> str | None:
     if rule.dtype in _HAVE_ALL_VALUES.get(name, ()):
         return f"all its values are {rule.dtype} values"
     if size < rule.min_size:
-        return f"fewer elements than min_size={rule.min_size}"
+        return f"below min_size={rule.min_size}"
     return None
 
 

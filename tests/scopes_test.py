@@ -13,7 +13,7 @@ from oracle import (
     same_bits,
     toward_zero,
 )
-from zoo import CASES, WIDTH, Block, Case, Compact, Jit, Setup, X
+from zoo import CASES, WIDTH, Block, Case, Compact, Jit, Scan, Setup, X
 
 from mixprec import linen, scopes
 from mixprec.policy import Policy, Rule
@@ -676,3 +676,190 @@ def test_rematerialized_outputs_are_drawn_as_at_first():
     ups(drawn, x)
     # The derivative of y^2 / 2 is the y of the recomputation.
     assert same_bits(gradient, drawn)
+
+
+def test_layers_of_a_scan_and_members_of_a_vmap_draw_their_outputs_apart():
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, carry, x):
+            self.param("own", nn.initializers.normal(), (16,))
+            return carry, Identity(name="identity")(x)
+
+    class Identity(nn.Module):
+        def __call__(self, x):
+            return x
+
+    class Stacked(nn.Module):
+        transform: str
+
+        @nn.compact
+        def __call__(self, x):
+            options = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+            if self.transform == "scan":
+                return nn.scan(Layer, **options)(name="layers")(0, x)[1]
+            layer = nn.remat(Layer) if self.transform == "remat" else Layer
+            members = nn.vmap(layer, in_axes=(None, 0), **options)
+            return members(name="layers")(0, x)[1]
+
+    value = noisy(jnp.zeros((64, 64)))
+    x = jnp.stack([value, value])
+    policy = rounding_outputs("layers/identity", "stochastic")
+    variables = Stacked("scan").init(KEYS[0], x)
+    drawn = {}
+    for transform in ("scan", "vmap", "remat"):
+        wrapped = linen.wrap(Stacked(transform), policy)
+        drawn[transform] = wrapped.apply(variables, x, rngs={"rounding": KEYS[0]})
+        assert_independent(*map(ups, drawn[transform], x), value)
+        # It is the parameters that tell them apart.
+        same = jax.tree.map(lambda p: jnp.stack([p[0], p[0]]), variables)
+        first, second = wrapped.apply(same, x, rngs={"rounding": KEYS[0]})
+        assert same_bits(first, second)
+    assert same_bits(drawn["scan"], drawn["vmap"])
+    assert same_bits(drawn["scan"], drawn["remat"])
+
+
+@pytest.mark.parametrize("kind", list(jax.sharding.AxisType)[:2], ids=str)
+def test_draws_of_outputs_are_the_same_where_parameters_are_split(kind):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(kind,))
+    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    module = nn.Dense(64)
+    variables = noisy(module.init(KEYS[0], normal(8, 64)))
+    wrapped = linen.wrap(module, rounding_outputs("", "stochastic"))
+
+    @jax.jit
+    def run(variables, x):
+        return wrapped.apply(variables, x, rngs={"rounding": KEYS[1]})
+
+    x = jnp.zeros((8, 64))  # the output is the bias, on all devices alike
+    placed = jax.device_put(x, jax.sharding.NamedSharding(mesh, split.spec))
+    variables_placed = {
+        "params": {
+            "kernel": jax.device_put(
+                variables["params"]["kernel"],
+                jax.sharding.NamedSharding(
+                    mesh, jax.sharding.PartitionSpec(None, None)
+                ),
+            ),
+            "bias": variables["params"]["bias"],
+        }
+    }
+    assert same_bits(run(variables_placed, placed), run(variables, x))
+    own = scopes._first_words(jax.device_put(normal(8, 64), split))
+    assert same_bits(own, np.asarray(normal(8, 64)).view(np.uint32)[0, :8])
+
+
+# Inputs and other methods.
+
+
+def passing(text):
+    return Policy.from_text(f"activations: {text}")
+
+
+def test_inputs_of_selected_modules_are_rounded():
+    class Parent(nn.Module):
+        @nn.compact
+        def __call__(self, x, *, scale):
+            return Child(name="child")({"x": x, "n": 3}, scale=scale), x
+
+    class Child(nn.Module):
+        def __call__(self, inputs, scale, train=False):
+            assert inputs["n"] == 3
+            assert train is False
+            return inputs["x"] * scale
+
+    scale = normal(4, WIDTH)
+    results = linen.wrap(Parent(), passing("child:in=toward_zero")).apply(
+        {}, X, scale=scale
+    )
+    assert same_bits(results, (toward_zero(X) * toward_zero(scale), X))
+    both = passing("child:in=toward_zero, child:out=toward_zero")
+    results = linen.wrap(Parent(), both).apply({}, X, scale=scale)
+    assert same_bits(results, (toward_zero(toward_zero(X) * toward_zero(scale)), X))
+
+
+@pytest.mark.parametrize("way", ["apply", "bound", "inside"])
+def test_other_methods_than_call_are_rounded_where_a_rule_names_them(way):
+    module, variables = Setup(), CASES["setup"].variables()
+    wrapped = linen.wrap(module, passing(":encode:out=toward_zero"))
+    encoded = toward_zero(module.apply(variables, X, method="encode"))
+    if way == "apply":
+        found = wrapped.apply(variables, X, method="encode")
+    elif way == "bound":
+        found = wrapped.bind(variables).encode(X)
+    else:
+        found = wrapped.apply(variables, X)
+        encoded = module.apply(variables, encoded, method=lambda m, x: m.head(x))
+    assert same_bits(found, encoded)
+
+
+def test_attend_of_an_embedding_is_a_method_like_others():
+    module, variables = CASES["embedding"].module, CASES["embedding"].variables()
+    inputs = CASES["embedding"].inputs
+    wrapped = linen.wrap(module, passing("Embed_0:attend:out=toward_zero"))
+    expected = toward_zero(module.apply(variables, *inputs))
+    assert same_bits(wrapped.apply(variables, *inputs), expected)
+
+
+def test_narrow_activations_are_rounded_to_still_narrower_ones():
+    x = X.astype(jnp.bfloat16)
+    wrapped = linen.wrap(
+        nn.Sequential([lambda x: x]),
+        passing(":out=toward_zero(dtype=float8_e5m2, overflow=saturate)"),
+    )
+    found = wrapped.apply({}, x)
+    assert found.dtype == jnp.bfloat16
+    # float8_e5m2 has 5 mantissa bits less than bfloat16, and here no subnormals.
+    words = np.asarray(x).view(np.uint16) & np.uint16(0xFFE0)
+    assert same_bits(found, words.view(jnp.bfloat16))
+
+
+# Gradients.
+
+
+def test_gradients_of_parameters_and_of_outputs_are_rounded_apart():
+    module, variables = Block(), CASES["compact"].variables()
+    variables = {"params": variables["params"]["Block_0"]}
+    weights = normal(4, WIDTH)
+
+    def gradients(module):
+        def loss(v, x):
+            return jnp.sum(module.apply(v, x) * weights)
+
+        return jax.grad(loss, (0, 1))(variables, X)
+
+    raw = gradients(module)
+    text = "gradients: Dense_0/kernel=toward_zero"
+    found = gradients(linen.wrap(module, Policy.from_text(text)))
+    kernel = raw[0]["params"]["Dense_0"]["kernel"]
+    assert same_bits(found[0]["params"]["Dense_0"]["kernel"], toward_zero(kernel))
+    assert same_bits(
+        found[0]["params"]["Dense_0"]["bias"], raw[0]["params"]["Dense_0"]["bias"]
+    )
+    assert same_bits(found[1], raw[1])
+
+    # What comes back to the output is the weights; from there on all is as computed.
+    weights = toward_zero(weights)
+    expected = gradients(module)
+    weights = normal(4, WIDTH)
+    text = "gradients: :out=toward_zero"
+    assert same_bits(gradients(linen.wrap(module, Policy.from_text(text))), expected)
+
+
+def test_a_rule_over_gradients_alone_leaves_values_as_they_are():
+    module, variables = Scan(), CASES["scan"].variables()
+    policy = Policy.from_text("gradients: .*=stochastic, layers:out=toward_zero")
+    wrapped = linen.wrap(module, policy)
+    assert same_bits(wrapped.apply(variables, X), module.apply(variables, X))
+
+    @jax.jit
+    def gradient(key):
+        def loss(v):
+            return jnp.sum(wrapped.apply(v, X, rngs={"rounding": key}))
+
+        return jax.grad(loss)(variables)
+
+    found = gradient(KEYS[0])
+    kernel = found["params"]["layers"]["Block_0"]["Dense_0"]["kernel"]
+    assert not (np.asarray(kernel).view(np.uint32) & 0xFFFF).any()
+    assert same_bits(gradient(KEYS[0]), found)
+    assert not same_bits(gradient(KEYS[1]), found)
