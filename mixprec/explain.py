@@ -21,6 +21,7 @@ from mixprec.rules import Rule, Site
 _COLUMNS = ("tensor", "type", "mode", "rule", "bytes", "rounded", "inexact", "by")
 _TO_THE_RIGHT = ("bytes", "rounded", "inexact")
 _TEXT_WIDTH = 110  # characters
+_MOST_NAMED = 8  # parameters without a rule, under the table; `unmatched` has all
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -168,7 +169,11 @@ class Explanation:
         if self.policy.backend == "auto":
             notes.append('backend "auto": XLA fuses rounding into what reads the value')
         if self.unmatched and self.policy.params:
-            notes.append(f"no rule for {', '.join(self.unmatched)}")
+            first = ", ".join(self.unmatched[:_MOST_NAMED])
+            more = len(self.unmatched) - _MOST_NAMED
+            notes.append(
+                f"no rule for {first}" + (f" and {more} more" if more > 0 else "")
+            )
         return [*notes, *self.unused]
 
 
