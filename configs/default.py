@@ -38,8 +38,8 @@ def get_config() -> ml_collections.ConfigDict:
     config.model.dtype = "float32"
 
     config.policy = ml_collections.ConfigDict()
-    # "pattern=mode, ...": a pattern is a regular expression that matches the whole path,
-    # the first match decides, mode "keep" leaves alone. See mixprec/rules.py.
+    # "pattern=mode, ...": a pattern is a regular expression that matches a whole path,
+    # the first match decides, mode "keep" leaves alone. See docs/wrapping.md.
     config.policy.params = ".*/scale=keep, .*=stochastic"
     # Likewise, over module paths: ":out" is what the module returns, ":in" what it is
     # given.

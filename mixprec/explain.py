@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -20,7 +21,11 @@ from mixprec.rules import Rule, Site
 
 _COLUMNS = ("tensor", "type", "mode", "rule", "bytes", "rounded", "inexact", "by")
 _TO_THE_RIGHT = ("bytes", "rounded", "inexact")
-_TEXT_WIDTH = 110  # characters
+_FOLDED = ("rule", "by")
+# In characters.
+_TEXT_WIDTH = 110
+_LEAST_FOLDED_WIDTH = 10
+_COLUMN_PADDING = 3
 _MOST_NAMED = 8  # parameters without a rule, under the table; `unmatched` has all
 
 
@@ -66,13 +71,14 @@ class Row:
         mode = self.mode or "left alone"
         if self.mode and self.rule and self.rule.dtype != "bfloat16":
             mode += f" to {self.rule.dtype}"
-        elif self.kept not in (None, tensors.NO_RULE, tensors.KEEP):
-            mode += f": {self.kept}"
+        pattern = "" if self.rule is None else self.rule.pattern
+        if self.kept not in (None, tensors.NO_RULE, tensors.KEEP):
+            pattern += f" ({self.kept})"
         return (
             f"{self.path} (gradient)" if self.kind == "gradient" else self.path,
             f"{self.dtype}[{','.join(map(str, self.shape))}]",
             mode,
-            "" if self.rule is None else self.rule.pattern,
+            pattern,
             f"{self.bytes_before:,}",
             "" if self.kept else f"{self.bytes_after:,}",
             "" if self.kept else f"{math.floor(self.inexact * 1e5) / 1e3}%",
@@ -123,34 +129,51 @@ class Explanation:
             return f"| {' | '.join(escaped)} |"
 
         rule = ["---:" if name in _TO_THE_RIGHT else "---" for name in _COLUMNS]
-        rows = [row.cells() for row in self.rows]
-        table = map(line, (_COLUMNS, rule, *rows, self._totals()))
+        names, *cells = self._cells()
+        table = map(line, (names, rule, *cells))
         return "\n".join([*table, "", *(f"- {note}" for note in self._notes()), ""])
 
-    def __rich__(self) -> rich.table.Table:
+    def __rich_console__(
+        self, console: rich.console.Console, options: rich.console.ConsoleOptions
+    ) -> Iterator[rich.table.Table]:
         table = rich.table.Table(
             box=rich.box.SIMPLE_HEAD, caption="\n".join(self._notes())
         )
-        shown = [row.cells() for row in self.rows]
-        for name in _COLUMNS:
-            right = name in _TO_THE_RIGHT
-            # Numbers are not broken; of the texts the longest is, first.
+        shown = self._shown(options.max_width)
+        for name in itertools.compress(_COLUMNS, shown):
             table.add_column(
                 name,
                 overflow="fold",
-                no_wrap=name not in ("rule", "mode", "by"),
-                justify="right" if right else "left",
+                no_wrap=name not in _FOLDED,
+                justify="right" if name in _TO_THE_RIGHT else "left",
             )
-        for row, cells in zip(self.rows, shown, strict=True):
+        for row in self.rows:
+            cells = itertools.compress(row.cells(), shown)
             table.add_row(*cells, style="dim" if row.kept else None)
         table.add_section()
-        table.add_row(*self._totals())
-        return table
+        table.add_row(*itertools.compress(self._totals(), shown))
+        yield table
+
+    def _shown(self, width: int) -> list[bool]:
+        """Tells which columns a table of this width, in characters, has room for."""
+        texts = zip(*self._cells(), strict=True)
+        widths = dict(zip(_COLUMNS, (max(map(len, t)) for t in texts), strict=True))
+        widths |= dict.fromkeys(_FOLDED, _LEAST_FOLDED_WIDTH)
+        # What is the same in all rows stands below the table.
+        names = [name for name in _COLUMNS if name not in self._common()]
+        for name in ("rule", "type", "inexact", "by"):
+            needed = sum(widths[name] + _COLUMN_PADDING for name in names)
+            if needed > width and name in names:
+                names.remove(name)
+        return [name in names for name in _COLUMNS]
 
     def __str__(self) -> str:
         buffer = io.StringIO()
         rich.console.Console(file=buffer, width=_TEXT_WIDTH).print(self)
         return buffer.getvalue()
+
+    def _cells(self) -> list[tuple[str, ...]]:
+        return [_COLUMNS, *(row.cells() for row in self.rows), self._totals()]
 
     def _totals(self) -> tuple[str, ...]:
         parameters = [row for row in self.rows if row.kind == "parameter"]
@@ -160,12 +183,26 @@ class Explanation:
         title = f"{len(rounded)} of {len(parameters)} parameters rounded"
         return (title, "", "", "", f"{before:,}", f"{after:,}", "", "")
 
+    def _common(self) -> dict[str, str]:
+        """Gives how all tensors are rounded, as far as it is the same for all."""
+        columns = zip(*(row.cells() for row in self.rows if row.mode), strict=True)
+        distinct = dict(zip(_COLUMNS, map(set, columns), strict=False))
+        return {
+            name: next(iter(distinct[name]))
+            for name in ("inexact", "by")
+            if len(distinct.get(name, ())) == 1
+        }
+
     def _notes(self) -> list[str]:
         dtypes = sorted({row.rule.dtype for row in self.rows if row.rule and row.mode})
+        common = self._common()
         notes = [
-            f"rounded to {', '.join(dtypes) or 'nothing'}, carried as "
-            f"{self.policy.out_dtype}"
+            f"rounded to {', '.join(dtypes) or 'nothing'}"
+            + (f" by {common['by']}" if "by" in common else "")
+            + f", carried as {self.policy.out_dtype}"
         ]
+        if "inexact" in common:
+            notes.append(f"{common['inexact']} of random values would change")
         if self.policy.backend == "auto":
             notes.append('backend "auto": XLA fuses rounding into what reads the value')
         if self.unmatched and self.policy.params:

@@ -307,7 +307,13 @@ def _round_params(scope: flax.core.Scope, names: Path, tree: Any) -> Any:
                 # The layers of a scan have path and index in common: the values tell
                 # their draws apart.
                 x = tensors.round_value(
-                    x, forward, policy, place=place, hash_values=True, **how
+                    x,
+                    forward,
+                    policy,
+                    place=place,
+                    hash_values=True,
+                    sharding=_sharding_of(leaf),
+                    **how,
                 )
             return _round_cotangent(backward, policy, x, place=place, **how)
 
@@ -315,6 +321,19 @@ def _round_params(scope: flax.core.Scope, names: Path, tree: Any) -> Any:
         return jax.tree.map(round_array, leaf)
 
     return jax.tree_util.tree_map_with_path(round_leaf, tree, is_leaf=_is_box)
+
+
+def _sharding_of(leaf: Any) -> jax.sharding.NamedSharding | None:
+    """Gives how a parameter is split, if its partitioning box and the mesh tell."""
+    if not isinstance(leaf, meta.Partitioned):
+        return None
+    mesh = leaf.mesh or jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.manual_axes:  # inside shard_map it is a shard already
+        return None
+    spec = jax.sharding.PartitionSpec(*leaf.names)
+    if isinstance(leaf, nn.LogicallyPartitioned):
+        spec = nn.logical_to_mesh_axes(leaf.names, leaf.rules) or spec
+    return jax.sharding.NamedSharding(mesh, spec)
 
 
 def _round_cotangent(

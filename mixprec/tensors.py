@@ -12,6 +12,8 @@ from mixprec.policy import Policy
 from mixprec.rounding import api, dispatch, formats, random
 from mixprec.rules import Rule
 
+# In the names of operations, before the place of the tensor that they round.
+SCOPE = "mixprec.round"
 # Reasons to leave a tensor alone that the policy itself gives.
 NO_RULE = "no rule"
 KEEP = "keep"
@@ -55,6 +57,7 @@ def round_value(
     place: str,
     has_key: bool,
     hash_values: bool,
+    sharding: jax.sharding.NamedSharding | None = None,
 ) -> jax.Array:
     """Rounds a tensor for which `why_left_alone` gives no reason.
 
@@ -66,6 +69,7 @@ def round_value(
       place: that tells this tensor's draws from others'.
       has_key: whether `seed` comes from the caller's key.
       hash_values: whether draws depend on the values too.
+      sharding: of `x`, as for `mixprec.round_to`.
 
     Returns:
       [...] `policy.out_dtype` if `x` is float32, else its dtype.
@@ -76,19 +80,22 @@ def round_value(
     assert rule.mode is not None
     if stochastic and not has_key:
         x = _warn_if_differentiated(x, policy)
-    (rounded,) = dispatch.round_seeded(
-        x,
-        api.make_rounding(
-            rule.dtype,
-            (rule.mode,),
-            overflow=rule.overflow,
-            out_dtype=rule.dtype if carrier == rule.dtype else "float32",
-            random_bits=rule.random_bits,
-            hash_values=hash_values and stochastic,
-        ),
-        seed=random.fold_in_path(seed, place) if stochastic else None,
-        backend=policy.backend,
-    )
+    # So that a profile, and the compiled program, tell which tensor it is.
+    with jax.named_scope(f"{SCOPE}({place})"):
+        (rounded,) = dispatch.round_seeded(
+            x,
+            api.make_rounding(
+                rule.dtype,
+                (rule.mode,),
+                overflow=rule.overflow,
+                out_dtype=rule.dtype if carrier == rule.dtype else "float32",
+                random_bits=rule.random_bits,
+                hash_values=hash_values and stochastic,
+            ),
+            seed=random.fold_in_path(seed, place) if stochastic else None,
+            backend=policy.backend,
+            sharding=sharding,
+        )
     # What is rounded to 8 bits is a value of every wider dtype, so this is exact.
     return rounded.astype(carrier)
 

@@ -1,3 +1,4 @@
+import io
 import json
 import re
 
@@ -5,6 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
+import rich.console
 from oracle import TOWARD_ZERO, same_bits, toward_zero
 from zoo import CASES, WIDTH, Block, Compact, Jit, Scan, Setup, X
 
@@ -88,7 +90,7 @@ def test_the_table_names_every_tensor_and_the_totals():
     )
     text = str(explain(wrap(Compact(), policy), X))
     rows = [re.split(r"\s{2,}", line.strip()) for line in text.splitlines()]
-    assert [row for row in rows if row[-1].isdecimal() or row[-1] == "xla"] == [
+    assert [row for row in rows if row[-1].isdecimal()] == [
         ["Block_0/Dense_0/bias", "float32[8]", "left alone", "32"],
         [
             "Block_0/Dense_0/kernel",
@@ -97,8 +99,6 @@ def test_the_table_names_every_tensor_and_the_totals():
             ".*/kernel",
             "256",
             "128",
-            "99.998%",
-            "xla",
         ],
         ["LayerNorm_0/bias", "float32[8]", "left alone", "LayerNorm_0/.*", "32"],
         ["LayerNorm_0/scale", "float32[8]", "left alone", "LayerNorm_0/.*", "32"],
@@ -110,8 +110,6 @@ def test_the_table_names_every_tensor_and_the_totals():
             ".*/kernel",
             "96",
             "48",
-            "99.998%",
-            "xla",
         ],
         [
             "Block_0:out",
@@ -120,13 +118,12 @@ def test_the_table_names_every_tensor_and_the_totals():
             "Block_0",
             "128",
             "64",
-            "99.998%",
-            "xla",
         ],
         # 32 + 256 + 32 + 32 + 12 + 96 bytes, of which 256 + 96 halved; no outputs.
         ["2 of 6 parameters rounded", "460", "284"],
     ]
-    assert "rounded to bfloat16, carried as float32" in text
+    assert "rounded to bfloat16 by xla, carried as float32" in text
+    assert "99.998% of random values would change" in text
     assert 'backend "auto": XLA fuses' in text
     assert "no rule for Block_0/Dense_0/bias, head/bias" in text
 
@@ -135,7 +132,7 @@ def test_the_table_shows_scalars_long_paths_and_other_choices():
     class Long(nn.Module):
         @nn.compact
         def __call__(self, x):
-            name = "a_name_that_is_much_longer_than_a_column_of_the_table_is_wide"
+            name = "a_name_that_is_longer_than_most_columns"
             return x * self.param(name, nn.initializers.ones, ())
 
     policy = Policy(
@@ -148,7 +145,13 @@ def test_the_table_shows_scalars_long_paths_and_other_choices():
     assert max(map(len, text.splitlines())) <= 110
     (row,) = explanation.rows
     assert (row.bytes_before, row.bytes_after) == (4, 2)
-    assert row.path in "".join(text.split())
+    assert row.path in text
+    # Where it is narrow it has fewer columns, but no digit is lost.
+    console = rich.console.Console(file=io.StringIO(), width=60)
+    console.print(explain(wrap(nn.Dense(2**20), policy), STRUCT))
+    narrow = console.file.getvalue()
+    assert "33,554,432" in narrow
+    assert "rule" not in narrow
 
 
 def test_nothing_is_computed_and_shapes_are_enough():

@@ -1,8 +1,11 @@
+import re
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tpu
 from arrays import normal
 from flax.core import meta
 from oracle import (
@@ -17,6 +20,7 @@ from zoo import CASES, WIDTH, Block, Case, Compact, Jit, Scan, Setup, X
 
 from mixprec import linen, scopes
 from mixprec.policy import Policy, Rule
+from mixprec.rounding import platforms
 
 KEYS = [jax.random.key(seed) for seed in range(3)]
 
@@ -863,3 +867,101 @@ def test_a_rule_over_gradients_alone_leaves_values_as_they_are():
     assert not (np.asarray(kernel).view(np.uint32) & 0xFFFF).any()
     assert same_bits(gradient(KEYS[0]), found)
     assert not same_bits(gradient(KEYS[1]), found)
+
+
+# Parameters that are split.
+
+
+class Split(nn.Module):
+    """Layers whose kernels say how they are split over a mesh."""
+
+    logical: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        make = nn.with_logical_partitioning if self.logical else nn.with_partitioning
+        names = ("in", "out") if self.logical else (None, "x")
+
+        class Layer(nn.Module):
+            @nn.compact
+            def __call__(self, carry, _):
+                init = make(nn.initializers.lecun_normal(), names)
+                dense = nn.remat(nn.Dense)(64, kernel_init=init, name="dense")
+                return dense(carry), None
+
+        layers = nn.scan(
+            Layer,
+            length=2,
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            metadata_params={nn.PARTITION_NAME: None},
+        )
+        return layers(name="layers")(x, None)[0]
+
+
+KERNELS = "params: .*/kernel=stochastic; backend="
+
+
+@pytest.mark.parametrize("logical", [False, True])
+def test_the_kernel_runs_on_the_shards_of_boxed_parameters(logical, caplog):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    module, x = Split(logical), normal(16, 64)
+    variables = jax.tree.map(jnp.asarray, module.init(KEYS[0], x))
+    expected = linen.wrap(module, Policy.from_text(KERNELS + "xla")).apply(
+        meta.unbox(variables), x, rngs={"rounding": KEYS[0]}
+    )
+    wrapped = linen.wrap(module, Policy.from_text(KERNELS + "pallas"))
+    spec = jax.sharding.PartitionSpec(None, None, "x")
+    sharding = jax.sharding.NamedSharding(mesh, spec)
+    kernel = variables["params"]["layers"]["dense"]["kernel"]
+    placed = jax.device_put(kernel.value, sharding)
+    variables["params"]["layers"]["dense"]["kernel"] = kernel.replace_boxed(placed)
+
+    @jax.jit
+    def run(variables, x):
+        return wrapped.apply(variables, x, rngs={"rounding": KEYS[0]})
+
+    platforms._log_fallback.cache_clear()
+    with jax.set_mesh(mesh), nn.logical_axis_rules((("out", "x"),)):
+        with caplog.at_level("WARNING"):
+            found = run(variables, x)
+        text = run.lower(variables, x).as_text()
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+    assert not [r for r in caplog.records if "XLA operations" in r.getMessage()]
+    assert "manual_computation" in text
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.parametrize("generation", ["v5e:2x2", "v5p:2x2x1"])
+def test_the_kernel_compiles_for_shards_of_boxed_parameters(generation):
+    devices = np.array(tpu.topology(generation).devices).reshape(4)
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.sharding.Mesh(devices, ("x",), axis_types=auto)
+    module = linen.wrap(Split(), Policy.from_text(KERNELS + "pallas"))
+    x = jax.ShapeDtypeStruct((16, 64), jnp.float32)
+    boxed = jax.eval_shape(Split().init, KEYS[0], x)
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+    def place(leaf):
+        sharding = whole
+        if isinstance(leaf, nn.Partitioned):
+            sharding = jax.sharding.NamedSharding(mesh, leaf.get_partition_spec())
+        place_value = lambda v: jax.ShapeDtypeStruct(  # noqa: E731
+            v.shape, v.dtype, sharding=sharding
+        )
+        return jax.tree.map(place_value, leaf)
+
+    is_box = lambda leaf: isinstance(leaf, nn.Partitioned)  # noqa: E731
+    variables = jax.tree.map(place, boxed, is_leaf=is_box)
+
+    def loss(variables, x):
+        rngs = {"rounding": jax.random.key(0)}
+        return jnp.sum(module.apply(variables, x, rngs=rngs) ** 2)
+
+    with jax.set_mesh(mesh):
+        text = jax.jit(jax.grad(loss)).lower(variables, place(x)).compile().as_text()
+    kernels = re.findall(r"tpu_custom_call.*", text)
+    # In the layer, and in its recomputation.
+    assert len(kernels) == 2
+    assert all("mixprec.round(layers/dense/kernel)" in kernel for kernel in kernels)
+    assert "f32[64,64]{1,0:T(8,128)} all-gather" not in text

@@ -1,3 +1,7 @@
+import collections
+import dataclasses
+import re
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -155,25 +159,23 @@ def test_validation_is_deterministic_and_rounds():
     assert losses[0] == losses[1] != losses[2]
 
 
-@pytest.mark.tpu_compile
-@pytest.mark.parametrize("backend", ["xla", "pallas"])
-@pytest.mark.parametrize("generation", ["v5e:2x2", "v5p:2x2x1"])
-def test_the_step_compiles_for_tpus(generation, backend):
-    config = models.TransformerConfig(
-        vocab_size=256,
-        num_layers=3,
-        width=256,
-        num_heads=2,
-        num_kv_heads=1,
-        mlp_width=512,
-        remat="full",
-        dtype="bfloat16",
-    )
-    policy = mixprec.Policy(
-        params=(mixprec.Rule(".*/scale", None), mixprec.Rule(".*", "stochastic")),
-        activations=(mixprec.Rule("layers/mlp", "nearest_even"),),
-        backend=backend,
-    )
+CONFIG = models.TransformerConfig(
+    vocab_size=256,
+    num_layers=3,
+    width=256,
+    num_heads=2,
+    num_kv_heads=1,
+    mlp_width=512,
+    remat="full",
+)
+POLICY = (
+    "params: .*/scale=keep, .*=stochastic; activations: layers/mlp:out=nearest_even"
+)
+
+
+def compile_step(generation, policy, *, dtype="float32", mesh_shape=()):
+    """Compiles the train step for a TPU; parameters split over chips, if several."""
+    config = dataclasses.replace(CONFIG, dtype=dtype)
     model = mixprec.wrap(models.build(config), policy)
     optimizer = optax.adamw(1e-3)
     train_step = step.make_train_step(
@@ -181,16 +183,69 @@ def test_the_step_compiles_for_tpus(generation, backend):
     )
     start = jax.eval_shape(lambda: first_state(model, optimizer))
     tokens = jax.ShapeDtypeStruct((4, 129), jnp.int32)
-    compiled = tpu.compile_for(generation, train_step, start, tokens)
-    if backend == "xla":
-        assert tpu.kernels(compiled) == 0
-    else:
-        # Each of the 8 rounded parameters at least once; those of the layers again in
-        # the recomputation. Activations are bfloat16 in this model.
-        assert tpu.kernels(compiled) >= 8 + 7
+    explanation = mixprec.explain(model, jax.ShapeDtypeStruct((2, 128), jnp.int32))
+    if not mesh_shape:
+        return tpu.compile_for(generation, train_step, start, tokens), explanation
+    devices = np.array(tpu.topology(generation).devices).reshape(mesh_shape)
+    auto = (jax.sharding.AxisType.Auto,) * len(mesh_shape)
+    mesh = jax.sharding.Mesh(devices, ("fsdp",), axis_types=auto)
+
+    def place(x):
+        axes = [
+            a for a, n in enumerate(x.shape) if n % mesh.size == 0 and n > mesh.size
+        ]
+        spec = [None] * x.ndim
+        if axes:
+            spec[axes[-1]] = "fsdp"
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    lowered = train_step.lower(*jax.tree.map(place, (start, tokens)))
+    return lowered.compile(), explanation
+
+
+def rounded_by_kernels(compiled):
+    """Gives the places of tensors that kernels of the program round, how often each."""
+    kernels = re.findall(r"tpu_custom_call.*?op_name=\"(.*?)\"", compiled.as_text())
+    places = [re.findall(r"mixprec\.round\((.*?)\)", name) for name in kernels]
+    return collections.Counter(place for (place,) in places)
+
+
+def rounded(explanation):
+    return {row.path for row in explanation.rows if row.mode}
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.parametrize("generation", ["v5e:2x2", "v5p:2x2x1"])
+def test_every_tensor_that_is_rounded_has_its_kernel_on_a_tpu(generation):
+    compiled, explanation = compile_step(generation, f"{POLICY}; backend=pallas")
+    found = rounded_by_kernels(compiled)
+    assert set(found) == rounded(explanation)
+    # Those of the layers once more in the recomputation, unless it needs them not.
+    in_layers = {place for place in found if place.startswith("layers/")}
+    assert len(in_layers) == 8
+    assert {found[place] for place in in_layers - {"layers/mlp:out"}} <= {1, 2}
+    assert sum(found[place] for place in in_layers) >= 8 + 7
+    assert all(row.by.startswith("pallas ") for row in explanation.rows if row.mode)
     # The state is updated in place.
     sizes = compiled.memory_analysis()
-    state_bytes = sum(
-        leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(start)
-    )
-    assert sizes.alias_size_in_bytes >= state_bytes
+    parameters = sum(r.bytes_before for r in explanation.rows if r.kind == "parameter")
+    assert sizes.alias_size_in_bytes >= 3 * parameters  # and two moments
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.parametrize("generation", ["v5e:2x2", "v5p:2x2x1"])
+def test_xla_rounds_on_a_tpu_without_kernels(generation):
+    compiled, explanation = compile_step(generation, POLICY)
+    assert tpu.kernels(compiled) == 0
+    assert {row.by for row in explanation.rows if row.mode} == {"xla"}
+    for place in rounded(explanation):
+        assert f"mixprec.round({place})" in compiled.as_text()
+
+
+@pytest.mark.tpu_compile
+def test_on_several_chips_xla_rounds_what_it_splits():
+    compiled, _ = compile_step("v5e:2x2", f"{POLICY}; backend=pallas", mesh_shape=(4,))
+    # Nothing tells the module how its parameters are split.
+    assert tpu.kernels(compiled) == 0
+    assert "mixprec.round(layers/mlp/up/kernel)" in compiled.as_text()
