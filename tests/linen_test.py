@@ -6,10 +6,12 @@ import threading
 from typing import Any
 
 import cloudpickle
+import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
+import tpu
 from oracle import (
     STOCHASTIC,
     TOWARD_ZERO,
@@ -20,6 +22,7 @@ from oracle import (
 )
 from zoo import CASES, WIDTH, Block, Case, Compact, Jit, Odd, Scan, Setup, X, scanned
 
+import models
 from mixprec import linen
 from mixprec.policy import Policy, Rule
 
@@ -666,3 +669,121 @@ def test_a_method_that_is_none_is_named():
     variables = wrapped.init(KEYS[0], X)
     with pytest.raises(TypeError, match="`method` must name .* got 'features', .* 3"):
         wrapped.apply(variables, X, method="features")
+
+
+# What it costs.
+
+
+@pytest.mark.parametrize(
+    "generation",
+    [None, pytest.param("v5e:2x2", marks=pytest.mark.tpu_compile)],
+    ids=str,
+)
+def test_no_second_copy_of_the_parameters_is_held(generation):
+    plain = models.build(
+        models.TransformerConfig(
+            vocab_size=256,
+            num_layers=12,
+            width=256,
+            num_heads=4,
+            num_kv_heads=4,
+            mlp_width=1024,
+            remat="full",
+        )
+    )
+    tokens = jax.ShapeDtypeStruct(
+        (4, 128) if generation is None else (16, 256), "int32"
+    )
+    variables = jax.eval_shape(plain.init, KEYS[0], tokens)
+    key = jax.eval_shape(lambda: jax.random.PRNGKey(0))
+
+    def temporary_bytes(module):
+        def loss(variables, tokens, key):
+            rngs = {"rounding": key}
+            return jnp.mean(module.apply(variables, tokens, rngs=rngs) ** 2)
+
+        gradient, args = jax.jit(jax.grad(loss)), (variables, tokens, key)
+        if generation is None:
+            compiled = gradient.lower(*args).compile()
+        else:
+            compiled = tpu.compile_for(generation, gradient, *args)
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    of_plain = temporary_bytes(plain)
+    assert of_plain > 2**20
+    rounded = temporary_bytes(linen.wrap(plain, rounding(".*", "nearest_even")))
+    assert rounded <= 1.05 * of_plain
+    rounded = temporary_bytes(linen.wrap(plain, STOCHASTIC))
+    assert rounded <= 1.15 * of_plain
+
+
+# What is leaned on in Flax without being promised.
+
+
+def moved(what):
+    return (
+        f"flax {flax.__version__} has moved {what}, which mixprec.linen and "
+        "mixprec.scopes lean on: adapt them, or bound flax in pyproject.toml"
+    )
+
+
+def test_flax_marks_the_methods_of_modules():
+    method = inspect.getattr_static(Setup, "encode")
+    assert hasattr(method, "method_handler_wrapped"), moved("`method_handler_wrapped`")
+    assert hasattr(Setup.setup, "method_handler_wrapped"), moved("the mark on `setup`")
+
+    @nn.nowrap
+    def helper(self):
+        return 3
+
+    assert hasattr(helper, "nowrap"), moved("the mark of `nn.nowrap`")
+
+
+def test_flax_leaves_marked_methods_as_they_are():
+    def method(self):
+        return 3
+
+    method.method_handler_wrapped = True
+    subclass = type("Subclass", (nn.Dense,), {"method": method})
+    found = inspect.getattr_static(subclass, "method")
+    assert found is method, moved("`method_handler_wrapped`, which it wraps again")
+
+
+def test_flax_binds_modules_in_post_init_and_lists_their_parts():
+    seen = []
+
+    class Part(nn.Module):
+        def __post_init__(self, *args):
+            super().__post_init__(*args)
+            seen.append(self.scope is not None)
+
+        def __call__(self, x):
+            return x
+
+    class Whole(nn.Module):
+        def setup(self):
+            self.part = Part()
+
+        def __call__(self, x):
+            found = self._state.children["part"]
+            assert found is self.part, moved("`Module._state.children`")
+            return self.part(x)
+
+    Whole().apply({}, X)
+    assert seen[-1], moved("the binding of scopes in `__post_init__`")
+
+
+def test_flax_asks_interceptors_for_every_method():
+    asked = []
+
+    def interceptor(next_method, args, kwargs, context):
+        asked.append((type(context.module), context.method_name))
+        return next_method(*args, **kwargs)
+
+    variables = CASES["setup"].variables()
+    with nn.intercept_methods(interceptor):
+        Setup().apply(variables, X)
+    for method in ((Setup, "setup"), (Setup, "encode"), (Setup, "__call__")):
+        assert method in asked, moved(f"the interception of {method[1]}")
+    assert "context" in inspect.signature(interceptor).parameters
+    assert hasattr(nn.module, "InterceptorContext"), moved("`InterceptorContext`")

@@ -1,5 +1,7 @@
+import inspect
 import re
 
+import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -965,3 +967,113 @@ def test_the_kernel_compiles_for_shards_of_boxed_parameters(generation):
     assert len(kernels) == 2
     assert all("mixprec.round(layers/dense/kernel)" in kernel for kernel in kernels)
     assert "f32[64,64]{1,0:T(8,128)} all-gather" not in text
+
+
+# What is leaned on in Flax without being promised.
+
+
+def moved(what):
+    return (
+        f"flax {flax.__version__} has moved {what}, which mixprec.scopes leans on: "
+        "adapt it, or bound flax in pyproject.toml"
+    )
+
+
+SCOPE_METHODS = {
+    "get_variable": ["col", "name", "default"],
+    "variables": [],
+    "param": ["name", "init_fn"],
+    "push": ["name"],
+    "rewound": ["rewind_rngs"],
+    "has_variable": ["col", "name"],
+    "has_rng": ["name"],
+    "get_flag": ["key", "default"],
+    "_validate_trace_level": [],
+}
+
+
+@pytest.mark.parametrize("name", SCOPE_METHODS)
+def test_flax_scopes_have_the_methods(name):
+    method = getattr(flax.core.Scope, name, None)
+    assert method is not None, moved(f"`Scope.{name}`")
+    parameters = list(inspect.signature(method).parameters)[1:]
+    expected = SCOPE_METHODS[name]
+    assert parameters[: len(expected)] == expected, moved(f"arguments of `{name}`")
+
+
+def test_flax_modules_read_through_the_methods_of_their_scope():
+    read = []
+
+    class Noting(flax.core.Scope):
+        def get_variable(self, col, name, default=None):
+            read.append(name)
+            return super().get_variable(col, name, default)
+
+        def variables(self):
+            read.append("all")
+            return super().variables()
+
+        def push(self, *args, **kwargs):
+            scope = super().push(*args, **kwargs)
+            scope.__class__ = Noting
+            return scope
+
+        def rewound(self, *args, **kwargs):
+            scope = super().rewound(*args, **kwargs)
+            scope.__class__ = Noting
+            return scope
+
+        def _validate_trace_level(self):
+            read.append("level")
+            super()._validate_trace_level()
+
+    module, variables = CASES["tied_by_variables"].module, None
+    variables = CASES["tied_by_variables"].variables()
+
+    def run(module, *inputs):
+        module.scope.__class__ = Noting
+        nn.remat(lambda m, x: x)(module, X)
+        return module(*inputs)
+
+    nn.apply(run, module)(variables, *CASES["tied_by_variables"].inputs)
+    for name in ("embedding", "kernel", "all", "level"):
+        assert name in read, moved(f"the way that reads {name!r}")
+
+
+def test_flax_flags_reach_the_scopes_of_lifted_transformations():
+    flags = []
+
+    class Asking(nn.Module):
+        def __call__(self, x):
+            flags.append(self.scope.get_flag("told", None))
+            assert isinstance(self.scope.path, tuple), moved("`Scope.path`")
+            return x
+
+    class Lifting(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.remat(Asking)()(nn.jit(Asking)()(x))
+            scanned = nn.scan(lambda m, c, _: (m(c), None), length=2)
+            return scanned(Asking(), x, None)[0]
+
+    def run(module, x):
+        told = flax.core.freeze({**module.scope.flags, "told": 3})
+        module.scope.flags = told
+        return module(x)
+
+    nn.apply(run, Lifting())({}, X)
+    assert len(flags) >= 3
+    assert set(flags) == {3}, moved("`Scope.flags` in lifted transformations")
+
+
+def test_flax_marks_initialization_by_a_flag():
+    seen = []
+
+    class Asking(nn.Module):
+        def __call__(self, x):
+            seen.append(self.scope.get_flag("initializing", False))
+            return x
+
+    Asking().init(KEYS[0], X)
+    Asking().apply({}, X)
+    assert seen == [True, False], moved('the flag "initializing"')
