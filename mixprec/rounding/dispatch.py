@@ -47,7 +47,8 @@ def round_seeded(
     """
     x, seed = _vary_alike(x, seed)
     if choose_backend(backend) == "pallas":
-        sharding = kernel.check_sharding(x, sharding or kernel.known_sharding(x))
+        sharding = kernel.find_sharding(x, seed, sharding)
+        x = kernel.place(x, sharding)
         options = kernel.Options(sharding=sharding, in_place=in_place)
         return _round(x, seed, rounding, gradient, options)
     if rounding.random_source != "hash":
@@ -125,7 +126,9 @@ def _round(
         words = jnp.pad(seed, (0, 2))  # the first element has index 0
     if x.dtype == jnp.float64:  # of which kernels know nothing
         x = jax.lax.bitcast_convert_type(bits_lib.from_float64(x), jnp.float32)
-    return kernel.batchable(rounding, strides, options)(x, words)
+    return kernel.round_array(
+        x, words, rounding=rounding, strides=strides, options=options
+    )
 
 
 @_round.defjvp

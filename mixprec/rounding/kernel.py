@@ -1,17 +1,19 @@
 """The kernel as an operation of JAX: batches and shards.
 
-batchable -> a batch in one call -> each shard with the indices of the whole array
-          -> `platforms`, the kernel of the platform for which the program is lowered
+find_sharding -> round_array -> a batch in one call -> each shard with the indices of
+the whole array -> `platforms`, the kernel of the platform for which the program is
+lowered
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.interpreters import batching, mlir
 
 from mixprec.rounding import platforms, random
 from mixprec.rounding.bits import Rounding
@@ -30,77 +32,7 @@ class Options:
     in_place: bool = False
 
 
-# Batches
-
-
-@functools.cache
-def batchable(rounding: Rounding, strides: random.Strides, options: Options) -> Any:
-    """Gives the kernel as a function of (x, words) that `jax.vmap` can batch.
-
-    Batching rounds the batched array in one call. Along the batch the index stands
-    still, so that each member draws what it draws alone, as on the XLA path.
-
-    Args:
-      rounding: what to make of each element.
-      strides: of the element index along the dimensions of `x`.
-      options: how to run the kernel.
-
-    Returns:
-      A function of `x`, [...] float32 or narrower without a dimension of 0, and
-      `words`, [4] uint32 (the seed, and the two words of the first element's index) or
-      None; it gives one [...] `rounding.out_dtype` a mode.
-    """
-    run = _run if options.sharding is None else _on_shards
-    function = functools.partial(
-        run, rounding=rounding, strides=strides, options=options
-    )
-    batched = jax.custom_batching.custom_vmap(jax.jit(function))
-
-    @batched.def_vmap
-    def _(
-        axis_size: int, is_batched: Any, x: jax.Array, words: jax.Array | None
-    ) -> tuple[Any, Any]:
-        x_is_batched, words_are_batched = is_batched
-        if not x_is_batched:
-            x = jnp.broadcast_to(x, (axis_size, *x.shape))
-        of_batch = dataclasses.replace(
-            options, sharding=known_sharding(x) or _batched_sharding(options.sharding)
-        )
-        if axis_size == 0:
-            rounded = (jnp.zeros(x.shape, rounding.out_dtype),) * len(rounding.modes)
-        elif words is None or not words_are_batched:
-            rounded = batchable(rounding, strides.batched(), of_batch)(x, words)
-        elif of_batch.sharding is None:
-            rounded = _each_by_words(batched, x, words)
-        else:
-            rounded = _on_shards(
-                x, words, rounding=rounding, strides=strides, options=of_batch
-            )
-        return rounded, (True,) * len(rounding.modes)
-
-    return batched
-
-
-def _each_by_words(
-    run: Callable[..., Any], x: jax.Array, words: jax.Array
-) -> tuple[jax.Array, ...]:
-    """Rounds each member of a batch with words of its own, one after the other."""
-
-    # As integers, since loops on a CPU change the payloads of narrow NaNs.
-    def one(member: tuple[jax.Array, jax.Array]) -> list[jax.Array]:
-        patterns, words = member
-        return [
-            jax.lax.bitcast_convert_type(y, f"uint{8 * y.dtype.itemsize}")
-            for y in run(jax.lax.bitcast_convert_type(patterns, x.dtype), words)
-        ]
-
-    patterns = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
-    dtypes = [y.dtype for y in jax.eval_shape(run, x[0], words[0])]
-    rounded = jax.lax.map(one, (patterns, words))
-    return tuple(map(jax.lax.bitcast_convert_type, rounded, dtypes))
-
-
-def _run(
+def round_array(
     x: jax.Array,
     words: jax.Array | None,
     *,
@@ -108,12 +40,116 @@ def _run(
     strides: random.Strides,
     options: Options,
 ) -> tuple[jax.Array, ...]:
-    arguments = [x] if words is None else [x, words]
-    return tuple(
-        platforms.round_p.bind(
-            *arguments, rounding=rounding, strides=strides, in_place=options.in_place
-        )
+    """Rounds `x` by the kernel, in a function that `jax.vmap` can batch.
+
+    A batch may have words of its own for each member. It then stands before the
+    dimensions of the member in both, and `strides` leave it out; where all members have
+    one `x` in common, its dimension there is 1.
+
+    Args:
+      x: [*batch, ...] float32 or narrower without a dimension of 0.
+      words: [*batch, 4] uint32: the seed, and the two words of the first element's
+        index; or None.
+      rounding: what to make of each element.
+      strides: of the element index along the dimensions of a member.
+      options: how to run the kernel; the sharding is that of the result.
+
+    Returns:
+      One [*batch, ...] `rounding.out_dtype` a mode.
+    """
+    parameters = {
+        "rounding": rounding,
+        "strides": strides,
+        "in_place": options.in_place,
+    }
+    primitive, sharding = platforms.round_p, options.sharding
+    if sharding is not None:
+        primitive, parameters["sharding"] = _on_shards_p, sharding
+    return tuple(primitive.bind(*([x] if words is None else [x, words]), **parameters))
+
+
+# Batches
+
+
+def _batch(
+    axis_data: Any,
+    args: tuple[jax.Array, ...],
+    dimensions: tuple[int | None, ...],
+    *,
+    rounding: Rounding,
+    strides: random.Strides,
+    in_place: bool,
+    sharding: jax.sharding.NamedSharding | None = None,
+) -> tuple[tuple[jax.Array, ...], tuple[int | None, ...]]:
+    """Batches `round_array`: one call for all that draw with the same words.
+
+    Along such a batch the index stands still, so that each member draws what it draws
+    alone, as on the XLA path. It stays where it lies among the dimensions, since moving
+    it may move the array in memory.
+    """
+    x, words = args if len(args) > 1 else (args[0], None)
+    of_x, of_words = dimensions if len(args) > 1 else (dimensions[0], None)
+    random.check_sizes_known(x.shape)
+    place = of_x
+    if words is not None and of_words is not None:
+        place = 0
+        words = jnp.moveaxis(words, of_words, place)
+        x = jnp.expand_dims(x, 0) if of_x is None else jnp.moveaxis(x, of_x, place)
+    elif of_x is not None:
+        members = 0 if words is None else words.ndim - 1
+        place = max(of_x, members)
+        x = jnp.moveaxis(x, of_x, place)
+        strides = strides.batched(place - members)
+    if place is not None:
+        sharding = _sharding_of_batch(axis_data, x, of_x, place, sharding)
+    rounded = round_array(
+        x,
+        words,
+        rounding=rounding,
+        strides=strides,
+        options=Options(sharding=sharding, in_place=in_place),
     )
+    return rounded, (place,) * len(rounded)
+
+
+def _sharding_of_batch(
+    axis_data: Any,
+    x: jax.Array,
+    of_x: int | None,
+    place: int,
+    sharding: jax.sharding.NamedSharding | None,
+) -> jax.sharding.NamedSharding | None:
+    """Gives the sharding of a batch, from that of its members.
+
+    Args:
+      axis_data: what `jax.vmap` knows of the batch.
+      x: [...] the batch.
+      of_x: the batch's dimension in `x`, if it has one.
+      place: the same in the result.
+      sharding: of a member.
+    """
+    # An array that is no tracer tells how it is split, as explicit axes do.
+    known = None
+    if of_x is not None and not isinstance(x, jax.core.Tracer):
+        known = known_sharding(x)
+    if sharding is None:
+        return known
+    axes = axis_data.explicit_mesh_axis or axis_data.spmd_name
+    if axes is None and known is not None:
+        axes = _parts(known, x.ndim)[place]
+    elif axes is None and isinstance(x, jax.core.Tracer) and of_x is not None:
+        named = {axis for part in _parts(sharding, 0) for axis in part}
+        others = set(sharding.mesh.auto_axes) - named
+        if any(sharding.mesh.shape[axis] > 1 for axis in others):
+            # The batch may be split over these, and only XLA knows: taken for not split
+            # it would be gathered on each device.
+            return None
+    axes = tuple(axes or ())
+    parts = list(_parts(sharding, max(place, len(sharding.spec))))
+    if set(axes) & {axis for part in parts for axis in part}:
+        axes = ()
+    spec = jax.sharding.PartitionSpec(*parts[:place], axes or None, *parts[place:])
+    return jax.sharding.NamedSharding(sharding.mesh, spec)
 
 
 # Shards
@@ -121,56 +157,66 @@ def _run(
 
 def _on_shards(
     x: jax.Array,
-    words: jax.Array | None,
+    words: jax.Array | None = None,
     *,
     rounding: Rounding,
     strides: random.Strides,
-    options: Options,
+    in_place: bool,
+    sharding: jax.sharding.NamedSharding,
 ) -> tuple[jax.Array, ...]:
-    """Runs the kernel on each device's shard, with the indices of the whole array.
+    """Runs the kernel on each device's shard, with the indices of the whole array."""
+    parts = [part or None for part in _parts(sharding, x.ndim)]
+    members = 0 if words is None else words.ndim - 1
 
-    With [n, 4] words, `x` is a batch of as many members, which `strides` leave out.
-    """
-    sharding = options.sharding
-    assert sharding is not None
-    local = dataclasses.replace(options, sharding=None)
-    parts = tuple(sharding.spec) + (None,) * (x.ndim - len(sharding.spec))
-    is_batch = words is not None and words.ndim == 2
-    of_element = strides.batched() if is_batch else strides
+    def on_shard(x: jax.Array, words: jax.Array | None = None) -> tuple[jax.Array, ...]:
+        if words is not None:
+            first = jnp.zeros(2, jnp.uint32)
+            for dimension, axes in enumerate(parts[members:]):
+                if axes is not None:
+                    place = jax.lax.axis_index(axes).astype(jnp.uint32)
+                    start = place * np.uint32(x.shape[members + dimension])
+                    by_word = [strides.low[dimension], strides.high[dimension]]
+                    first = first + start * np.array(by_word, np.uint32)
+            offset = jnp.concatenate([jnp.zeros(2, jnp.uint32), first])
+            words = words + offset.reshape((1,) * members + (4,))
+        local = Options(in_place=in_place)
+        return round_array(x, words, rounding=rounding, strides=strides, options=local)
 
-    def on_shard(x: jax.Array, words: jax.Array | None) -> tuple[jax.Array, ...]:
-        run = batchable(rounding, strides, local)
-        if words is None:
-            return run(x, words)
-        first = jnp.zeros(2, jnp.uint32)
-        for dimension, axes in enumerate(parts):
-            if axes is not None:
-                place = jax.lax.axis_index(axes).astype(jnp.uint32)
-                start = place * np.uint32(x.shape[dimension])
-                by_word = [of_element.low[dimension], of_element.high[dimension]]
-                first = first + start * np.array(by_word, np.uint32)
-        offset = jnp.concatenate([jnp.zeros(2, jnp.uint32), first])
-
-        def run_at_offset(x: jax.Array, words: jax.Array) -> tuple[jax.Array, ...]:
-            return run(x, words + offset)
-
-        if is_batch:
-            return _each_by_words(run_at_offset, x, words)
-        return run_at_offset(x, words)
-
-    spec = jax.sharding.PartitionSpec(*parts)
-    of_words = jax.sharding.PartitionSpec(parts[0] if is_batch else None)
+    spec = jax.sharding.PartitionSpec
+    of_x, of_words = list(parts), [*parts[:members], None]
+    arguments, in_specs = [x], [spec(*of_x)]
+    if words is not None:
+        for dimension in range(members):
+            if x.shape[dimension] != words.shape[dimension]:  # in common
+                of_x[dimension] = None
+        arguments, in_specs = [x, words], [spec(*of_x), spec(*of_words)]
     mesh = sharding.mesh
     run_on_shards = jax.shard_map(
         on_shard,
         mesh=mesh,
-        in_specs=(spec, of_words),
-        out_specs=spec,
-        # All by default, but for those over which `jax.vmap` maps.
-        axis_names=set(mesh.axis_names).difference(mesh.manual_axes or mesh.axis_names),
+        in_specs=tuple(in_specs),
+        out_specs=spec(*parts),
+        axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
         check_vma=False,  # the interpreter does not know of it
     )
-    return run_on_shards(x, words)
+    return run_on_shards(*arguments)
+
+
+_on_shards_p = platforms.primitive("mixprec_round_on_shards")
+mlir.register_lowering(_on_shards_p, mlir.lower_fun(_on_shards, multiple_results=True))
+for _primitive in (platforms.round_p, _on_shards_p):
+    batching.fancy_primitive_batchers[_primitive] = _batch
+
+
+def _parts(
+    sharding: jax.sharding.NamedSharding, rank: int
+) -> tuple[tuple[str, ...], ...]:
+    """Gives the mesh axes that split each of `rank` dimensions or more."""
+    parts = [
+        (part,) if isinstance(part, str) else tuple(part or ())
+        for part in sharding.spec
+    ]
+    return (*parts, *[()] * (rank - len(parts)))
 
 
 def known_sharding(x: jax.Array) -> jax.sharding.NamedSharding | None:
@@ -178,6 +224,8 @@ def known_sharding(x: jax.Array) -> jax.sharding.NamedSharding | None:
     if isinstance(x, jax.core.Tracer):  # known if the mesh's axes are explicit
         sharding = jax.typeof(x).sharding
         mesh = sharding.mesh
+        if any(mesh.shape[axis] > 1 for axis in mesh.auto_axes):
+            return None
         sizes = [mesh.shape[axis] for axis in mesh.explicit_axes]
     else:
         sharding = getattr(x, "sharding", None)
@@ -189,35 +237,85 @@ def known_sharding(x: jax.Array) -> jax.sharding.NamedSharding | None:
     return sharding if any(size > 1 for size in sizes) else None
 
 
-def _batched_sharding(
-    sharding: jax.sharding.NamedSharding | None,
+def find_sharding(
+    x: jax.Array, seed: jax.Array | None, given: jax.sharding.NamedSharding | None
 ) -> jax.sharding.NamedSharding | None:
-    if sharding is None:
-        return None
-    spec = jax.sharding.PartitionSpec(None, *sharding.spec)
-    return jax.sharding.NamedSharding(sharding.mesh, spec)
-
-
-def check_sharding(
-    x: jax.Array, sharding: jax.sharding.NamedSharding | None
-) -> jax.sharding.NamedSharding | None:
-    """Gives `sharding`, checked against the shape of `x`.
+    """Gives the sharding of `x`: the given one, checked, or the one that is known.
 
     Raises:
-      ValueError: it does not divide `x` evenly, or `x` has a symbolic shape.
+      ValueError: it does not divide `x` evenly, names axes that it can't, leaves sums
+        over devices open, or differs from the type of `x`; or `x` has a symbolic shape.
     """
     random.check_sizes_known(x.shape)
+    sharding = known_sharding(x) if given is None else given
+    if sharding is None and isinstance(seed, jax.core.Tracer):
+        # An `x` that is on no mesh is the same for all seeds, which may be on one.
+        of_seed = known_sharding(seed)
+        if of_seed is not None and jax.typeof(x).sharding.mesh.empty:
+            spec = jax.sharding.PartitionSpec()
+            sharding = jax.sharding.NamedSharding(of_seed.mesh, spec)
     if sharding is None:
         return None
-    try:
-        sharding.shard_shape(x.shape)
-    except (ValueError, IndexError) as error:
+    if sharding.spec.unreduced or sharding.spec.reduced:
+        raise ValueError(
+            "`sharding` must leave no sum over devices open, got "
+            f"{sharding.spec}. Sum first: reshard `x` by `jax.sharding.reshard`."
+        )
+    if given is not None:
+        sharding = _on_mesh_of(x, given)
+    mesh, parts = sharding.mesh, _parts(sharding, x.ndim)
+    shares = [math.prod(mesh.shape[axis] for axis in part) for part in parts]
+    if len(parts) > x.ndim or any(map(int.__mod__, x.shape, shares)):
         raise ValueError(
             f"`sharding` must divide `x`, of shape {x.shape}, evenly, got "
-            f"{sharding.spec} over {dict(sharding.mesh.shape)}. Choose another spec, "
+            f"{sharding.spec} over {dict(mesh.shape)}. Choose another spec, "
             'or backend "xla", which splits unevenly.'
-        ) from error
-    return sharding
+        )
+    is_local = len(mesh.manual_axes) == len(mesh.axis_names)
+    return None if is_local else sharding
+
+
+def _on_mesh_of(
+    x: jax.Array, given: jax.sharding.NamedSharding
+) -> jax.sharding.NamedSharding:
+    """Gives `given` over the mesh on which `x` is, checked against what is known."""
+    of_type = jax.typeof(x).sharding
+    context = jax.sharding.get_abstract_mesh()
+    mesh = context if context.manual_axes else of_type.mesh
+    if not (mesh.manual_axes or mesh.explicit_axes):
+        return given
+    if dict(mesh.shape) != dict(given.mesh.shape):
+        raise ValueError(
+            f"`sharding` must be over the mesh of `x`, {dict(mesh.shape)}, got one "
+            f"over {dict(given.mesh.shape)}. Make it of that mesh, or drop it."
+        )
+    found = _parts(given, x.ndim)
+    if any(axis in mesh.manual_axes for part in found for axis in part):
+        raise ValueError(
+            "`sharding` must leave out the mesh axes of the shard_map around it, "
+            f"{mesh.manual_axes}, over which `x` is split already, got {given.spec}. "
+            "Drop them."
+        )
+    expected = _parts(of_type, x.ndim)
+    explicit = [
+        [tuple(axis for axis in part if axis in mesh.explicit_axes) for part in parts]
+        for parts in (found, expected)
+    ]
+    if explicit[0] != explicit[1]:
+        raise ValueError(
+            f"`sharding` must be that of the type of `x`, {of_type.spec}, got "
+            f"{given.spec}. Drop it, or reshard `x` first."
+        )
+    return jax.sharding.NamedSharding(mesh, given.spec)
+
+
+def place(x: jax.Array, sharding: jax.sharding.NamedSharding | None) -> jax.Array:
+    """Tells JAX, which does not look into primitives, on which devices `x` is."""
+    if sharding is None or not isinstance(sharding.mesh, jax.sharding.Mesh):
+        return x
+    if len(sharding.mesh.auto_axes) < len(sharding.mesh.axis_names):
+        return x
+    return jax.lax.with_sharding_constraint(x, sharding)
 
 
 # The kernel alone

@@ -22,6 +22,39 @@ from mixprec.rounding.bits import Rounding
 PLATFORMS = ("cpu", "gpu", "tpu")
 
 
+def primitive(name: str) -> jax.extend.core.Primitive:
+    """Makes a primitive of an array and, or not, words, as `kernel.round_array` has."""
+    made = jax.extend.core.Primitive(name)
+    made.multiple_results = True
+
+    @made.def_abstract_eval
+    def result_types(
+        x: Any, words: Any = None, *, rounding: Rounding, **options: Any
+    ) -> Any:
+        types = {"dtype": rounding.out_dtype, "weak_type": False}
+        if words is not None:
+            members = words.ndim - 1
+            types["shape"] = (*words.shape[:-1], *x.shape[members:])
+            of_member, of_words = x.sharding, words.sharding
+            spec = (*of_words.spec[:members], *of_member.spec[members:])
+            mesh = of_words.mesh if of_member.mesh.empty else of_member.mesh
+            types["sharding"] = jax.sharding.NamedSharding(
+                mesh, jax.sharding.PartitionSpec(*spec)
+            )
+        return [x.update(**types)] * len(rounding.modes)
+
+    @functools.cache
+    def compiled(**options: Any) -> Any:
+        return jax.jit(functools.partial(made.bind, **options))
+
+    @made.def_impl
+    def run(*args: Any, **options: Any) -> Any:
+        with jax.disable_jit(False):
+            return compiled(**options)(*args)
+
+    return made
+
+
 def _by_platform(
     name: str, over_devices: Callable[..., Any], **functions: Callable[..., Any]
 ) -> jax.extend.core.Primitive:
@@ -37,41 +70,27 @@ def _by_platform(
       **functions: for each platform one; all take arrays, the first of which has the
         shape of the results, and `rounding` among their keywords.
     """
-    primitive = jax.extend.core.Primitive(name)
-    primitive.multiple_results = True
-
-    @primitive.def_abstract_eval
-    def result_types(x: Any, *others: Any, rounding: Rounding, **options: Any) -> Any:
-        result_type = x.update(dtype=rounding.out_dtype, weak_type=False)
-        return [result_type] * len(rounding.modes)
-
-    @functools.cache
-    def compiled(**options: Any) -> Any:
-        return jax.jit(functools.partial(primitive.bind, **options))
-
-    @primitive.def_impl
-    def run(*args: Any, **options: Any) -> Any:
-        with jax.disable_jit(False):
-            return compiled(**options)(*args)
-
+    made = primitive(name)
     for platform, function in functions.items():
         rule = _lowering(function, over_devices)
-        mlir.register_lowering(primitive, rule, platform=platform)
-    return primitive
+        mlir.register_lowering(made, rule, platform=platform)
+    return made
 
 
 def _lowering(
     on_one_device: Callable[..., Any], over_devices: Callable[..., Any]
 ) -> Callable[..., Any]:
-    rules = [
-        mlir.lower_fun(function, multiple_results=True)
-        for function in (on_one_device, over_devices)
-    ]
-
     def lower(context: Any, *args: Any, **options: Any) -> Any:
         is_split = _is_split_by_xla(context.module_context.axis_context)
+        function = over_devices if is_split else on_one_device
+        if not context.avals_out[0].size:  # a batch without members
+
+            def function(*args: Any, **options: Any) -> Any:
+                return [jnp.zeros(y.shape, y.dtype) for y in context.avals_out]
+
         with jax.enable_x64(False):  # kernels know no 64 bits
-            return rules[is_split](context, *args, **options)
+            rule = mlir.lower_fun(function, multiple_results=True)
+            return rule(context, *args, **options)
 
     return lower
 
@@ -96,7 +115,7 @@ def _over_devices(
         )
     return _in_xla(
         "the sharding of `x` is not known, and only XLA splits what it does not know "
-        "(pass `sharding`)",
+        "(pass `sharding`, and for a batch `spmd_axis_name` to `jax.vmap`)",
         x,
         words,
         **options,
@@ -113,7 +132,58 @@ def _in_xla(
     in_place: bool = False,
 ) -> tuple[jax.Array, ...]:
     _log_fallback(reason)
-    return elements.round_array(x, words, rounding, strides)
+
+    def run(x: jax.Array, words: jax.Array | None) -> tuple[jax.Array, ...]:
+        return elements.round_array(x, words, rounding, strides)
+
+    if words is None:
+        return run(x, words)
+    batch = words.shape[:-1]
+    shared = [d for d, size in enumerate(batch) if x.shape[d] != size]
+    for dimension in reversed(range(len(batch))):
+        run = jax.vmap(run, (None if dimension in shared else 0, 0))
+    return run(jax.lax.squeeze(x, shared), words)
+
+
+def _each_member(
+    kernel: Callable[..., Any],
+    x: jax.Array,
+    words: jax.Array | None,
+    *,
+    integers_up_to: int,
+    **options: Any,
+) -> tuple[jax.Array, ...]:
+    """Rounds the members of a batch, each with its words, one after the other.
+
+    Args:
+      kernel: rounds one member, with one set of words or None.
+      x: as for `kernel.round_array`.
+      words: as for `kernel.round_array`.
+      integers_up_to: how many bytes a float may have that the loop must see as an
+        integer.
+      **options: for the kernel.
+    """
+    if words is None or words.ndim == 1:
+        return kernel(x, words, **options)
+
+    def stored(y: jax.Array) -> jax.Array:
+        if y.dtype.itemsize > integers_up_to:
+            return y
+        return jax.lax.bitcast_convert_type(y, f"uint{8 * y.dtype.itemsize}")
+
+    def one(member: jax.Array, words: jax.Array) -> list[jax.Array]:
+        member = jax.lax.bitcast_convert_type(member, x.dtype)
+        rounded = _each_member(
+            kernel, member, words, integers_up_to=integers_up_to, **options
+        )
+        return [stored(y) for y in rounded]
+
+    if x.shape[0] == words.shape[0]:
+        rounded = jax.lax.map(lambda both: one(*both), (stored(x), words))
+    else:
+        rounded = jax.lax.map(functools.partial(one, x[0]), words)
+    dtype = options["rounding"].out_dtype
+    return tuple(jax.lax.bitcast_convert_type(y, dtype) for y in rounded)
 
 
 @functools.cache
@@ -131,7 +201,9 @@ def _on_cpu(
     _check_random_source(options["rounding"], "a CPU")
     if jax.typeof(x).manual_axis_type.varying:
         return _in_xla(_NOT_INTERPRETED, x, words, **options)
-    return pallas_tpu.round_pallas(x, words, interpret=True, **options)
+    # As integers, since loops on a CPU change the payloads of narrow NaNs.
+    interpreted = functools.partial(pallas_tpu.round_pallas, interpret=True)
+    return _each_member(interpreted, x, words, integers_up_to=2, **options)
 
 
 def _bare_on_cpu(x: jax.Array, *, rounding: Rounding) -> tuple[jax.Array, ...]:
@@ -150,10 +222,13 @@ def _on_tpu(
     x: jax.Array, words: jax.Array | None = None, **options: Any
 ) -> tuple[jax.Array, ...]:
     rounding = options["rounding"]
-    reason = _why_not_on_tpu(x.shape, x.dtype, rounding)
+    members = 0 if words is None else words.ndim - 1
+    reason = _why_not_on_tpu(x.shape[members:], x.dtype, rounding)
     if rounding.random_source == "hash" and reason is not None:
         return _in_xla(reason, x, words, **options)
-    return pallas_tpu.round_pallas(x, words, **options)
+    # The TPU's compiler fails on loops that write floats of 8 bits.
+    kernel = pallas_tpu.round_pallas
+    return _each_member(kernel, x, words, integers_up_to=1, **options)
 
 
 def _why_not_on_tpu(
@@ -172,7 +247,8 @@ def _on_nvidia(
     x: jax.Array, words: jax.Array | None = None, **options: Any
 ) -> tuple[jax.Array, ...]:
     _check_random_source(options["rounding"], "a GPU")
-    return pallas_gpu.round_pallas(x, words, **options)
+    kernel = pallas_gpu.round_pallas
+    return _each_member(kernel, x, words, integers_up_to=2, **options)
 
 
 def _on_amd(x: jax.Array, *words: jax.Array, **options: Any) -> tuple[jax.Array, ...]:
@@ -232,10 +308,8 @@ def _batch_bare(
     args: tuple[jax.Array], dimensions: tuple[int], *, rounding: Rounding
 ) -> tuple[tuple[jax.Array, ...], tuple[int, ...]]:
     (x,) = args
-    if x.size == 0:
-        rounded = (jnp.zeros(x.shape, rounding.out_dtype),) * len(rounding.modes)
-    else:
-        rounded = tuple(round_bare_p.bind(x, rounding=rounding))
+    random.check_sizes_known(x.shape)
+    rounded = tuple(round_bare_p.bind(x, rounding=rounding))
     return rounded, dimensions * len(rounded)
 
 

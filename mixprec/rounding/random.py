@@ -56,9 +56,12 @@ class Strides(NamedTuple):
         """Whether there is a second word."""
         return any(self.high)
 
-    def batched(self) -> "Strides":
-        """Adds a leading dimension whose members have the same indices."""
-        return Strides((0, *self.low), (0, *self.high))
+    def batched(self, place: int = 0) -> "Strides":
+        """Adds a dimension, before `place`, whose members have the same indices."""
+        low, high = (
+            (*word[:place], 0, *word[place:]) for word in (self.low, self.high)
+        )
+        return Strides(low, high)
 
 
 def row_major_strides(shape: tuple[int, ...]) -> Strides:
