@@ -5,8 +5,9 @@ CONFIG ?= configs/small.py
 ARGS ?=
 
 RUN := $(VENV)/bin
+CHECK_PYTHON := $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11 ...")'
 
-.PHONY: setup train test exhaustive bench-rounding bench-rounding-tpu gpu-compile check clean
+.PHONY: setup train test exhaustive bench-rounding bench-rounding-tpu gpu-compile outside check clean
 
 train: setup
 	$(RUN)/python train.py --config $(CONFIG) $(ARGS)
@@ -31,6 +32,10 @@ bench-rounding-tpu: setup
 gpu-compile: $(VENV)/cuda
 	MIXPREC_GPU_COMPILE=1 $(RUN)/python -m pytest -n 2 -m gpu_compile $(ARGS)
 
+# `wrap` on models of other packages.
+outside: $(VENV)/outside/installed
+	MIXPREC_OUTSIDE=1 $(VENV)/outside/bin/python -m pytest -n 2 --dist loadgroup -m outside tests/outside*_test.py $(ARGS)
+
 # Formatting, lint and types.
 check: setup
 	$(RUN)/ruff format --check .
@@ -40,7 +45,7 @@ check: setup
 setup: $(VENV)/installed
 
 $(VENV)/installed: pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11 ...")'
+	$(CHECK_PYTHON)
 	$(PYTHON) -m venv $(VENV)
 	$(RUN)/python -m pip install --quiet --constraint constraints.txt --editable ".[train,test]"
 ifeq ($(shell uname -sm),Linux x86_64)
@@ -53,6 +58,14 @@ endif
 # Aside, as the TPU compiler: JAX would start it in every process.
 $(VENV)/cuda: $(VENV)/installed
 	$(RUN)/python -m pip install --quiet --constraint constraints.txt --upgrade --no-deps --target $@ jax-cuda12-plugin jax-cuda12-pjrt
+
+# In an environment of their own: they bring thirty more packages, and `make test` is to
+# run without.
+$(VENV)/outside/installed: pyproject.toml constraints.txt
+	$(CHECK_PYTHON)
+	$(PYTHON) -m venv $(VENV)/outside
+	$(VENV)/outside/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[test,outside]"
+	touch $@
 
 clean:
 	rm -rf $(VENV) runs

@@ -44,6 +44,8 @@ def pytest_runtest_setup(item):
         pytest.skip(
             "compiles for GPUs: run `make gpu-compile`, which gets the compiler"
         )
+    if item.get_closest_marker("outside") and "MIXPREC_OUTSIDE" not in os.environ:
+        pytest.skip("needs the outside models: run `make outside`")
     if not item.get_closest_marker("tpu_compile") or importlib.util.find_spec("libtpu"):
         return
     reason = "libtpu is not installed (it exists for Linux on x86-64)"

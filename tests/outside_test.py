@@ -1,0 +1,196 @@
+"""`wrap` on models that were written elsewhere and know nothing of it.
+
+Each is compared with itself, unwrapped, on a tree that NumPy rounded beforehand.
+"""
+
+import functools
+
+import flax
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import outside
+import pytest
+from oracle import STOCHASTIC, TOWARD_ZERO, same_bits, toward_zero
+
+import mixprec
+from mixprec import Policy, Rule
+
+KEYS = list(jax.random.split(outside.KEY, 4))
+
+pytestmark = pytest.mark.outside
+each_model = pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.xdist_group(n)) for n in outside.NAMES]
+)
+
+
+def cut(x):
+    """Rounds an array toward zero to bfloat16, by the bits, traced or not."""
+    if x.dtype != jnp.float32:
+        return x
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFF0000)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+@each_model
+def test_results_are_those_of_rounded_parameters(name):
+    model = outside.model(name)
+    wrapped = mixprec.wrap(model.module, TOWARD_ZERO)
+    plain = outside.jit(functools.partial(model.apply, model.module))
+    found = outside.jit(functools.partial(model.apply, wrapped))(model.variables)
+    assert same_bits(found, plain(model.rounded))
+    assert not same_bits(found, plain(model.variables))
+
+
+@each_model
+def test_gradients_are_straight_through(name):
+    model = outside.model(name)
+    wrapped = mixprec.wrap(model.module, TOWARD_ZERO)
+
+    def gradients(module, variables):
+        loss = functools.partial(model.loss, module, rngs={"dropout": KEYS[0]})
+        return outside.jit(jax.value_and_grad(loss, has_aux=True))(variables["params"])
+
+    (found_loss, found_updates), found = gradients(wrapped, model.variables)
+    (loss, updates), expected = gradients(model.module, model.rounded)
+    assert same_bits(found_loss, loss)
+    assert same_bits(found_updates, updates)
+    assert same_bits(found, expected)
+    assert {x.dtype for x in jax.tree.leaves(found)} == {jnp.dtype("float32")}
+    assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(found))
+    assert any(jnp.any(x != 0) for x in jax.tree.leaves(found))
+
+
+@each_model
+def test_three_steps_of_stochastic_rounding_lower_the_loss(name):
+    model = outside.model(name)
+    wrapped, optimizer = mixprec.wrap(model.module, STOCHASTIC), optax.adam(0.01)
+
+    @outside.jit
+    def step(params, state, key):
+        rngs = {"rounding": key, "dropout": KEYS[0]}
+        loss = functools.partial(model.loss, wrapped, rngs=rngs)
+        (value, _), gradients = jax.value_and_grad(loss, has_aux=True)(params)
+        updates, state = optimizer.update(gradients, state)
+        return value, optax.apply_updates(params, updates), state
+
+    params = model.variables["params"]
+    state, losses = optimizer.init(params), []
+    for key in KEYS:
+        loss, params, state = step(params, state, key)
+        losses.append(float(loss))
+    assert losses[3] < losses[0]
+    assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("float32")}
+    first, other = (
+        step(model.variables["params"], optimizer.init(params), key)[0]
+        for key in (KEYS[0], KEYS[1])
+    )
+    assert float(first) == losses[0] != float(other)
+
+
+@each_model
+def test_the_tree_that_init_gives_is_unchanged(name):
+    model = outside.model(name)
+
+    def init(module):
+        function = functools.partial(module.init, **model.options)
+        rngs = {"params": KEYS[1], "rounding": KEYS[2]}
+        return outside.jit(function)(rngs, *model.inputs)
+
+    assert same_bits(init(mixprec.wrap(model.module, TOWARD_ZERO)), init(model.module))
+
+
+@each_model
+def test_the_explanation_names_every_parameter(name):
+    model = outside.model(name)
+    wrapped = mixprec.wrap(model.module, TOWARD_ZERO)
+    text = mixprec.explain(wrapped, *model.inputs, **model.options).to_markdown()
+    lines = [line.strip("| ").split(" | ") for line in text.splitlines()]
+    found = {cells[0]: cells[1:3] for cells in lines if "toward_zero" in cells}
+    params = flax.traverse_util.flatten_dict(model.variables["params"], sep="/")
+    assert found == {
+        path: [f"float32[{','.join(map(str, x.shape))}]", "toward_zero"]
+        for path, x in params.items()
+    }
+
+
+@each_model
+def test_an_activation_is_rounded(name):
+    model = outside.model(name)
+    policy = Policy(activations=(Rule(model.site, "toward_zero"),))
+    wrapped = mixprec.wrap(model.module, policy)
+
+    def cut_at_the_site(method, args, kwargs, context):
+        outputs = method(*args, **kwargs)
+        is_there = "/".join(context.module.path) == model.site
+        if is_there and context.method_name == "__call__":
+            return jax.tree.map(cut, outputs)
+        return outputs
+
+    @outside.jit
+    def expected(variables):
+        with nn.intercept_methods(cut_at_the_site):
+            return model.apply(model.module, variables)
+
+    found = outside.jit(functools.partial(model.apply, wrapped))(model.variables)
+    assert same_bits(found, expected(model.variables))
+    raw = outside.jit(functools.partial(model.apply, model.module))(model.variables)
+    assert not same_bits(found, raw)
+
+
+# What single packages do besides.
+
+
+@pytest.mark.xdist_group("transformers_gpt2")
+def test_transformers_own_classes_take_a_wrapped_module_and_generate_with_it():
+    import transformers
+
+    plain = transformers.FlaxGPT2LMHeadModel
+
+    class Wrapped(plain):
+        module_class = mixprec.wrap_class(plain.module_class, TOWARD_ZERO)
+
+    model, (prompts, *_) = outside.model("transformers_gpt2"), outside.gpt2().inputs
+    wrapped, plain = (
+        cls(outside.gpt2_config(), _do_init=False) for cls in (Wrapped, plain)
+    )
+
+    def run(outer, params):
+        logits = outer(prompts, params=params).logits
+        options = {"max_length": 12, "do_sample": False, "pad_token_id": 1}
+        found = outer.generate(prompts[:, :4], params=params, **options)
+        return logits, found.sequences
+
+    logits, sequences = run(wrapped, model.variables["params"])
+    expected_logits, expected_sequences = run(plain, model.rounded["params"])
+    np.testing.assert_allclose(logits, expected_logits, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(sequences, expected_sequences)
+    raw_logits = plain(prompts, params=model.variables["params"]).logits
+    assert not np.allclose(logits, raw_logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.xdist_group("transformers_gpt2")
+def test_a_rule_for_a_head_that_transformers_calls_detached_is_refused():
+    # With tied weights GPT-2 calls `self.lm_head.apply({"params": ...}, x)`: a module
+    # of its own, with no place below the wrapped one.
+    model = outside.model("transformers_gpt2")
+    policy = Policy(activations=(Rule("lm_head", "toward_zero"),))
+    wrapped = mixprec.wrap(model.module, policy)
+    with pytest.raises(ValueError, match="'lm_head', which matches none of"):
+        jax.eval_shape(functools.partial(model.apply, wrapped), model.variables)
+
+
+@pytest.mark.xdist_group("netket_autoregressive")
+@pytest.mark.parametrize("method", ["conditionals", "conditionals_log_psi"])
+def test_netkets_other_methods_round(method):
+    model = outside.model("netket_autoregressive")
+
+    def run(module, variables):
+        apply = functools.partial(model.apply, module, method=method)
+        return outside.jit(apply)(variables)
+
+    found = run(mixprec.wrap(model.module, TOWARD_ZERO), model.variables)
+    assert same_bits(found, run(model.module, model.rounded))
+    assert not same_bits(found, run(model.module, model.variables))
