@@ -1,3 +1,4 @@
+import functools
 import logging
 import re
 
@@ -26,6 +27,16 @@ SPECS = [
 
 def round_stochastically(x, **options):
     return mixprec.round_to(x, mode="stochastic", key=KEY, **options)
+
+
+def with_key(x, key, backend="pallas"):
+    return mixprec.round_to(x, mode="stochastic", key=key, backend=backend)
+
+
+def place(x, spec, kind):
+    kinds = kind if isinstance(kind, tuple) else (kind,) * 2
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=kinds)
+    return jax.device_put(x, NamedSharding(mesh, spec))
 
 
 # Batches
@@ -61,11 +72,63 @@ def test_vmap_gives_each_member_what_it_gets_alone(axis):
 
 
 def test_an_axis_of_size_0_can_be_mapped():
-    for backend in BACKENDS:
-        found = jax.vmap(lambda x, b=backend: round_stochastically(x, backend=b))(
-            jnp.zeros((0, 4))
-        )
-        assert (found.shape, found.dtype) == ((0, 4), jnp.bfloat16)
+    over_keys = jax.vmap(lambda x, key: with_key(x, key), (None, 0))
+    assert over_keys(normal(3), jax.random.split(KEY, 0)).shape == (0, 3)
+    for x in (
+        jnp.zeros((0, 8)),
+        place(jnp.zeros((0, 8)), PartitionSpec(None, "a"), AxisType.Explicit),
+    ):
+        for backend in BACKENDS:
+            run = jax.vmap(lambda x, b=backend: round_stochastically(x, backend=b))
+            for found in (run(x), jax.jit(run)(x)):
+                assert (found.shape, found.dtype) == ((0, 8), jnp.bfloat16)
+                assert jax.typeof(found).sharding == jax.typeof(x).sharding
+
+
+@pytest.mark.parametrize("round_it", [round_stochastically, mixprec.round_down_and_up])
+def test_a_batch_of_symbolic_size_is_refused(round_it):
+    x = jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, 4"), jnp.float32)
+    options = {"backend": "pallas"} if round_it is round_stochastically else {}
+    mapped = jax.jit(jax.vmap(lambda x: round_it(x, **options)))
+    with pytest.raises(ValueError, match=r"`x` must have a shape .*, got \(b, 4\)"):
+        jax.export.export(mapped)(x)
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_a_batch_compiles_for_tpu_without_copies(axis):
+    def one(x):
+        return round_stochastically(x, backend="pallas")
+
+    x = jax.ShapeDtypeStruct((4096, 8, 1024), jnp.float32)
+    for generation in ("v5e:2x2", "tpu7x:2x2x1"):
+        run = jax.jit(jax.vmap(one, axis, axis))
+        compiled = tpu.compile_for(generation, run, x)
+        assert tpu.kernels(compiled) == 1
+        assert tpu.moves(compiled, x.shape) == []
+        assert compiled.memory_analysis().temp_size_in_bytes <= 128 * 1024
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("in_axes", [(0, 0), (None, 0)], ids=str)
+def test_a_batch_of_keys_compiles_for_tpu_without_copies(in_axes, dtype):
+    def one(x, key, to=jnp.bfloat16):
+        return mixprec.round_to(x, to, mode="stochastic", key=key, backend="pallas")
+
+    shape = (16, 1024, 2048)
+    x = jax.ShapeDtypeStruct(shape if in_axes[0] == 0 else shape[1:], dtype)
+    keys = jax.ShapeDtypeStruct((16, 2), jnp.uint32)
+    for generation in ("v5e:2x2", "v5p:2x2x1"):
+        run = jax.jit(jax.vmap(one, in_axes))
+        compiled = tpu.compile_for(generation, run, x, keys)
+        assert tpu.kernels(compiled) == 1
+        assert tpu.moves(compiled, x.shape) == []
+        assert compiled.memory_analysis().temp_size_in_bytes <= 256 * 1024
+        # Floats of 8 bits are copied once; the compiler fails without.
+        to_one_byte = functools.partial(one, to=jnp.float8_e4m3fn)
+        run = jax.jit(jax.vmap(to_one_byte, in_axes))
+        assert tpu.kernels(tpu.compile_for(generation, run, x, keys)) == 1
 
 
 def test_vmap_over_keys_keeps_the_payloads_of_nans():
@@ -90,11 +153,6 @@ def test_vmap_over_keys_keeps_the_payloads_of_nans():
 
 
 # Shards
-
-
-def place(x, spec, kind):
-    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(kind,) * 2)
-    return jax.device_put(x, NamedSharding(mesh, spec))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -170,6 +228,133 @@ def test_a_batch_can_itself_be_split(kind, spec):
     np.testing.assert_array_equal(words(over_keys(placed, keys)), expected)
 
 
+# Axes of x and key in each of nested maps, the inner first; the specs of both.
+NESTED = [
+    ([(None, 0)], (), ("a",)),
+    ([(None, 0)], (None, "b"), ("a",)),
+    ([(None, 0)], ("a", "b"), ()),
+    ([(0, 0), (0, 0)], ("a", "b"), ("a", "b")),
+    ([(0, 0), (0, 0)], ("a",), ("a",)),
+    ([(0, None), (0, 0)], ("a", "b"), ("a",)),
+    ([(None, 0), (0, None)], ("a",), ("b",)),
+    ([(None, 0), (0, None)], ("a",), ()),
+    ([(None, 0), (0, 0)], ("a",), ("a", "b")),
+    ([(0, None), (None, 0)], ("a",), ("b",)),
+    ([(2, None), (1, 0)], ("a", "b"), ("b",)),
+]
+
+
+@pytest.mark.parametrize(("axes", "of_x", "of_keys"), NESTED, ids=str)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_nested_batches_of_any_split(kind, axes, of_x, of_keys):
+    members = [in_x is not None for in_x, _ in axes].count(True)
+    batches = [in_keys is not None for _, in_keys in axes].count(True)
+    x = normal(*(8, 8, 8, 16)[2 - members :])
+    keys = jax.random.split(KEY, (8,) * batches)
+    placed = place(x, PartitionSpec(*of_x), kind)
+    placed_keys = place(keys, PartitionSpec(*of_keys), kind)
+
+    def mapped(backend):
+        run = functools.partial(with_key, backend=backend)
+        for in_axes in axes:
+            run = jax.vmap(run, in_axes)
+        return run
+
+    expected = words(mapped("xla")(x, keys))
+    for run in (mapped("pallas"), jax.jit(mapped("pallas"))):
+        np.testing.assert_array_equal(words(run(placed, placed_keys)), expected)
+
+
+def test_keys_on_a_mesh_round_what_is_on_none():
+    keys = jax.random.split(KEY, 8)
+    placed = place(keys, PartitionSpec("b"), AxisType.Explicit)
+    x = normal(8, 16)
+    expected = words(jax.vmap(lambda key: with_key(x, key, "xla"))(keys))
+    run = jax.vmap(lambda key: with_key(x, key))
+    np.testing.assert_array_equal(words(run(placed)), expected)
+    np.testing.assert_array_equal(words(jax.jit(run)(placed)), expected)
+
+
+@pytest.mark.parametrize("spmd_axis_name", [None, "a"])
+def test_a_batch_whose_split_is_not_known_is_not_gathered(spmd_axis_name, caplog):
+    x = normal(4, 8, 16)
+    placed = place(x, PartitionSpec("a", None, "b"), AxisType.Auto)
+    member = NamedSharding(placed.sharding.mesh, PartitionSpec(None, "b"))
+
+    def one(x):
+        return round_stochastically(x, backend="pallas", sharding=member)
+
+    platforms._log_fallback.cache_clear()
+    run = jax.jit(jax.vmap(one, spmd_axis_name=spmd_axis_name))
+    with caplog.at_level(logging.WARNING):
+        compiled = run.lower(placed).compile()
+    assert bool(caplog.records) == (spmd_axis_name is None)
+    found = compiled(placed)
+    np.testing.assert_array_equal(
+        words(found), words(jax.vmap(round_stochastically)(x))
+    )
+    assert found.sharding.is_equivalent_to(placed.sharding, 3)
+    assert not any(name in compiled.as_text() for name in COLLECTIVES)
+
+
+def test_axes_that_xla_splits_beside_explicit_ones_are_not_gathered(caplog):
+    x = normal(8, 16)
+    kinds = (AxisType.Explicit, AxisType.Auto)
+    placed = place(x, PartitionSpec("a", "b"), kinds)
+    for sharding in (None, placed.sharding):
+        platforms._log_fallback.cache_clear()
+        caplog.clear()
+
+        @jax.jit
+        def run(x, sharding=sharding):
+            return round_stochastically(x, backend="pallas", sharding=sharding)
+
+        with caplog.at_level(logging.WARNING):
+            compiled = run.lower(placed).compile()
+        assert bool(caplog.records) == (sharding is None)
+        found = compiled(placed)
+        np.testing.assert_array_equal(words(found), words(round_stochastically(x)))
+        assert found.sharding.is_equivalent_to(placed.sharding, 2)
+        assert not any(name in compiled.as_text() for name in COLLECTIVES)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("spec", [("a", "b"), ("a",)], ids=str)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_inside_shard_map_over_some_axes_the_others_split(kind, spec, check_vma):
+    x, keys = normal(8, 16), jax.random.split(KEY, 3)
+    placed = place(x, PartitionSpec(*spec), kind)
+    mesh = placed.sharding.mesh
+    rest = NamedSharding(mesh, PartitionSpec(None, *spec[1:]))
+
+    def run(backend, **options):
+        def on_device(x, keys):
+            rounded = round_stochastically(x, backend=backend, **options)
+            several = jax.vmap(
+                lambda key: mixprec.round_to(
+                    x, mode="stochastic", key=key, backend=backend, **options
+                )
+            )
+            return rounded, several(keys)
+
+        parts = PartitionSpec("a"), PartitionSpec(None, "a")
+        return jax.jit(
+            jax.shard_map(
+                on_device,
+                mesh=mesh,
+                in_specs=(parts[0], PartitionSpec()),
+                out_specs=parts,
+                axis_names={"a"},
+                check_vma=check_vma,
+            )
+        )(placed, keys)
+
+    expected = run("xla")
+    for found in (run("pallas"), run("pallas", sharding=rest)):
+        for y, z in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(words(y), words(z))
+
+
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_inside_shard_map_each_device_can_have_its_key(backend, check_vma):
@@ -237,6 +422,34 @@ def test_a_sharding_that_does_not_divide_is_refused():
             round_stochastically(
                 normal(4, 6), backend="pallas", sharding=NamedSharding(mesh, spec)
             )
+
+
+def test_a_sharding_that_is_not_that_of_the_array_is_refused():
+    x = place(normal(8, 16), PartitionSpec("a", "b"), AxisType.Explicit)
+    mesh = x.sharding.mesh
+
+    def run(spec, mesh=mesh):
+        sharding = NamedSharding(mesh, spec)
+        return lambda x: round_stochastically(x, backend="pallas", sharding=sharding)
+
+    other = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
+    unreduced = PartitionSpec("a", unreduced={"b"})
+    inside = jax.shard_map(
+        run(PartitionSpec("a")),
+        mesh=mesh,
+        in_specs=PartitionSpec("a"),
+        out_specs=PartitionSpec("a"),
+    )
+    for function, message in (
+        (run(PartitionSpec("b")), "must be that of the type of `x`, P.'a', 'b'., got"),
+        (run(PartitionSpec("a"), other), "must be over the mesh of `x`, {'a': 2, 'b'"),
+        (run(unreduced), "must leave no sum over devices open, got P.'a', unreduced"),
+        (inside, "must leave out the mesh axes of the shard_map around it"),
+    ):
+        given = jax.device_put(x, NamedSharding(mesh, PartitionSpec("a")))
+        for wrap in (lambda f: f, jax.jit):
+            with pytest.raises(ValueError, match=f"`sharding` {message}"):
+                wrap(function)(given if function is inside else x)
 
 
 @pytest.mark.tpu_compile

@@ -200,6 +200,7 @@ def test_the_second_word_tells_draws_apart():
 
 def test_batches_share_their_indices():
     assert random.Strides((5, 1), (0, 0)).batched() == ((0, 5, 1), (0, 0, 0))
+    assert random.Strides((5, 1), (0, 7)).batched(1) == ((5, 0, 1), (0, 0, 7))
 
 
 @pytest.mark.parametrize(

@@ -303,7 +303,7 @@ def _check_sharding(sharding: Any) -> None:
             "`sharding` must be a jax.sharding.NamedSharding over a mesh of devices, "
             f"got {sharding!r}. Make one of a mesh and a PartitionSpec, or drop it."
         )
-    if jax.sharding.PartitionSpec.UNCONSTRAINED in sharding.spec:
+    if jax.sharding.PartitionSpec.UNCONSTRAINED in sharding.spec.partitions:
         raise ValueError(
             "`sharding` must say how each dimension is split, got "
             f"{sharding.spec}. Write a mesh axis or None in place of UNCONSTRAINED."
