@@ -8,16 +8,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import flax
-import flax.linen as nn
 import jax
 import rich.box
 import rich.console
 import rich.table
 
-from mixprec import coverage, linen, rules, scopes, tensors
+from mixprec import coverage, linen, nnx, rules, scopes, tensors
 from mixprec.policy import Policy
 from mixprec.rounding import api, dispatch, formats, platforms
 from mixprec.rules import Rule, Site
+from mixprec.wrap import check_module
 
 _COLUMNS = ("tensor", "type", "mode", "rule", "bytes", "rounded", "inexact", "by")
 _TO_THE_RIGHT = ("bytes", "rounded", "inexact")
@@ -215,7 +215,7 @@ class Explanation:
 
 
 def explain(
-    wrapped: nn.Module,
+    wrapped: Any,
     *inputs: Any,
     rngs: Any = None,
     strict: bool = True,
@@ -225,11 +225,12 @@ def explain(
 
     Args:
       wrapped: a module that `wrap` gave.
-      *inputs: as for `wrapped.init`, arrays or `jax.ShapeDtypeStruct`s.
-      rngs: as for `wrapped.init`; by default keys for "params" and "dropout".
+      *inputs: as it is called with, arrays or `jax.ShapeDtypeStruct`s.
+      rngs: for Linen, as for `wrapped.init`; by default keys for "params" and
+        "dropout".
       strict: whether a rule that decides for nothing is an error; if not, the
         explanation names it.
-      **kwargs: as for `wrapped.init`, or with `jax.ShapeDtypeStruct`s for arrays.
+      **kwargs: as it is called with, or with `jax.ShapeDtypeStruct`s for arrays.
 
     Returns:
       An `Explanation`; print it, or take its `to_dict()` or `to_markdown()`.
@@ -239,32 +240,41 @@ def explain(
         that is float16 or float64.
       ValueError: a rule matches nothing.
     """
-    linen.check_module(wrapped)
-    if not linen.is_wrapped(wrapped):
+    check_module(wrapped)
+    kind = nnx if nnx.is_module(wrapped) else linen
+    if not kind.is_wrapped(wrapped):
         raise TypeError(
             f"`wrapped` must be a module from mixprec.wrap, got a plain "
             f"{type(wrapped).__name__}. Wrap it first."
         )
-    variables, record = _record(wrapped, inputs, rngs, kwargs)
-    params = scopes.param_paths(variables.get("params", {}))
+    # Not the others: modules branch on flags such as `train=False`.
+    abstract = {name: x for name, x in kwargs.items() if _is_abstract(x)}
+    if kind is nnx:
+        params = nnx.params(wrapped)
+        record = nnx.record(wrapped, inputs, abstract, kwargs)
+    else:
+        variables, record = _record(wrapped, inputs, rngs, abstract, kwargs)
+        params = scopes.param_paths(variables.get("params", {}))
     unused = tuple(_unused(record, params))
     if strict and unused:
         raise ValueError(unused[0])
     return Explanation(
         rows=tuple(_rows(record, params)),
-        policy=linen.policy_of(wrapped),
+        policy=kind.policy_of(wrapped),
         unused=unused,
     )
 
 
 def _record(
-    wrapped: nn.Module, inputs: Any, rngs: Any, kwargs: dict[str, Any]
+    wrapped: Any,
+    inputs: Any,
+    rngs: Any,
+    abstract: dict[str, Any],
+    kwargs: dict[str, Any],
 ) -> tuple[Any, scopes.Record]:
     """Gives the shapes of the variables, and what passes in `init` and in `apply`."""
     if rngs is None:
         rngs = {name: jax.random.key(0) for name in ("params", "dropout")}
-    # Not the others: modules branch on flags such as `train=False`.
-    abstract = {name: x for name, x in kwargs.items() if _is_abstract(x)}
 
     def init(abstract: dict[str, Any], *inputs: Any) -> Any:
         return wrapped.init(rngs, *inputs, **{**kwargs, **abstract})

@@ -74,13 +74,9 @@ def wrap(module: nn.Module, policy: Policy) -> nn.Module:
     return wrapped
 
 
-def check_module(module: Any) -> None:
-    """Raises TypeError if `module` is no Linen module."""
-    if not isinstance(module, nn.Module):
-        raise TypeError(
-            f"`module` must be a flax.linen.Module, got {type(module).__name__}. "
-            "Pass the module itself, not its class, function or variables."
-        )
+def is_module(x: Any) -> bool:
+    """Tells whether `x` is a Linen module."""
+    return isinstance(x, nn.Module)
 
 
 def unwrap(module: nn.Module) -> nn.Module:

@@ -11,7 +11,7 @@ call (`Call`: the seed) is open in the thread; the variables stay as they are.
 
 import dataclasses
 import threading
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Any, NamedTuple
 
 import flax
@@ -226,7 +226,7 @@ def round_passing(
     mark: Mark = scope.flags[_FLAG]
     policy, site = mark.policy, Site(mark.below_root, at, method)
     if policy.activations or policy.gradients:
-        call.seen(mark).passed[site] = jax.tree.map(_struct, tree)
+        call.seen(mark).passed[site] = jax.tree.map(struct, tree)
     forward = policy.activation_rule(site)
     backward = policy.gradient_rule(site)
     if is_initializing(scope) or not any(r and r.mode for r in (forward, backward)):
@@ -236,7 +236,7 @@ def round_passing(
     how["seed"] = _salted(scope, call.seed) if is_stochastic else call.seed
 
     def round_leaf(keys: Any, y: Any) -> Any:
-        if not _is_array(y):
+        if not is_array(y):
             return y
         here = Site("/".join(mark.path), at, method)
         place = "/".join((str(here), *map(_key_name, keys)))
@@ -260,16 +260,20 @@ def _salted(scope: flax.core.Scope, seed: Any) -> Any:
     at: flax.core.Scope | None = scope
     while at is not None:
         params = flax.core.Scope.variables(at).get("params")
-        floats = {
-            path: leaf
-            for path, leaf in param_paths(params or {}).items()
-            if _is_array(leaf) and leaf.size and leaf.dtype in _SALTS
-        }
-        if floats:
-            largest = max(floats.values(), key=lambda leaf: leaf.size)
-            return random.fold_words(jnp.concatenate([seed, _first_words(largest)]))
+        salted_seed = salted(seed, param_paths(params or {}).values())
+        if salted_seed is not seed:
+            return salted_seed
         at = at.parent
     return seed
+
+
+def salted(seed: Any, params: Iterable[Any]) -> Any:
+    """Folds the first words of the largest of some arrays of floats into a seed."""
+    floats = [x for x in params if is_array(x) and x.size and x.dtype in _SALTS]
+    if not floats:
+        return seed
+    largest = max(floats, key=lambda x: x.size)
+    return random.fold_words(jnp.concatenate([seed, _first_words(largest)]))
 
 
 def _first_words(x: jax.Array) -> jax.Array:
@@ -301,8 +305,8 @@ def _round_params(scope: flax.core.Scope, names: Path, tree: Any) -> Any:
             return leaf
 
         def round_array(x: Any) -> Any:
-            if _is_array(x):
-                call.seen(mark).reads[below_root] = _struct(x)
+            if is_array(x):
+                call.seen(mark).reads[below_root] = struct(x)
             if forward and tensors.param_can_be_rounded(forward, x, below_root):
                 # The layers of a scan have path and index in common: the values tell
                 # their draws apart.
@@ -339,7 +343,7 @@ def _sharding_of(leaf: Any) -> jax.sharding.NamedSharding | None:
 def _round_cotangent(
     rule: Rule | None, policy: Policy, x: Any, *, place: str, **how: Any
 ) -> Any:
-    if rule is None or not _is_array(x):
+    if rule is None or not is_array(x):
         return x
     # Other draws than those forward.
     return tensors.round_cotangent(x, rule, policy, place=f"{place}:cotangent", **how)
@@ -349,12 +353,14 @@ def _is_box(leaf: Any) -> bool:
     return isinstance(leaf, meta.AxisMetadata)
 
 
-def _is_array(leaf: Any) -> bool:
+def is_array(leaf: Any) -> bool:
+    """Tells whether a leaf of a tree is an array, and no Python number."""
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
 
 
-def _struct(leaf: Any) -> Any:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if _is_array(leaf) else leaf
+def struct(leaf: Any) -> Any:
+    """Gives shape and dtype of an array, and all else as it is."""
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_array(leaf) else leaf
 
 
 def _key_name(key: Any) -> str:

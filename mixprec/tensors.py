@@ -176,7 +176,8 @@ def _warn_of_equal_draws(policy: Policy) -> None:
     warnings.warn(
         "stochastic rounding is differentiated without a key, so every step draws "
         f"from seed {policy.seed} of the policy and rounds alike. Pass a fresh key "
-        'each step: rngs={"rounding": key}.',
+        'each step, rngs={"rounding": key}, or with NNX give `wrap` a stream, '
+        "rngs=nnx.Rngs(rounding=0).",
         stacklevel=2,
     )
 

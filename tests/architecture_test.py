@@ -25,6 +25,9 @@ WRAPPING = (
     "scopes",
     "coverage",
     "linen",
+    "views",
+    "standins",
+    "nnx",
     "wrap",
     "explain",
 )

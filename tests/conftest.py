@@ -24,7 +24,16 @@ import jax
 import pytest
 
 # The trainer's and the models' libraries (optax, clu, jax.nn) promote by themselves.
-STRICT = ("rounding_", "policy_", "scopes_", "linen_", "wrap_")
+STRICT = (
+    "rounding_",
+    "policy_",
+    "scopes_",
+    "linen_",
+    "views_",
+    "standins_",
+    "nnx_",
+    "wrap_",
+)
 
 
 @pytest.fixture(autouse=True)

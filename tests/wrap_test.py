@@ -52,7 +52,8 @@ def test_a_wrapped_module_trains():
 @pytest.mark.parametrize("function", ["wrap", "unwrap", "explain"])
 def test_what_is_no_module_is_refused(function, subject):
     arguments = {"wrap": (TOWARD_ZERO,), "unwrap": (), "explain": (X,)}[function]
-    message = rf"`module` must be a flax\.linen\.Module, got {type(subject).__name__}"
+    kinds = r"a flax\.linen\.Module or a flax\.nnx\.Module"
+    message = rf"`module` must be {kinds}, got {type(subject).__name__}"
     with pytest.raises(TypeError, match=message):
         getattr(mixprec, function)(subject, *arguments)
 

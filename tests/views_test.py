@@ -1,0 +1,140 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from oracle import TOWARD_ZERO, noisy, same_bits, toward_zero
+
+from mixprec import nnx as wrapping
+from mixprec import views, wrap
+
+A = noisy(jnp.zeros(3))
+B = noisy(jnp.ones(3))
+
+
+class Pair(nnx.Module):
+    """Reads the same values at two paths, some of them by place."""
+
+    def __init__(self, values):
+        self.a = nnx.Param(values)
+        self.b = nnx.data([nnx.Param(values)])
+
+    def __call__(self):
+        return self.a[...], self.a.get_value(), self.b[0][...], self.a[3:7]
+
+
+# Views.
+
+
+def test_subclasses_of_params_stay_what_they_are():
+    class Doubled(nnx.Param):
+        def get_value(self, **kwargs):
+            return 2.0 * super().get_value(**kwargs)
+
+    class Holding(nnx.Module):
+        def __init__(self):
+            self.a = Doubled(A)
+            self.b = nnx.Cache(A)
+
+        def __call__(self):
+            assert isinstance(self.a, Doubled)
+            return self.a[...], self.b[...]
+
+    results = wrap(Holding(), TOWARD_ZERO)()
+    assert same_bits(results, (toward_zero(2.0 * A), A))
+
+
+def test_params_held_by_reference_are_read_rounded():
+    class Holding(nnx.Module):
+        def __init__(self):
+            self.a = nnx.Param(A, ref=True)
+
+        def __call__(self):
+            before = self.a[...]
+            self.a[...] = B
+            return before
+
+    model = wrap(Holding(), TOWARD_ZERO)
+    assert same_bits(model(), toward_zero(A))
+    assert same_bits(model.a[...], B)
+
+
+def test_hijax_params_are_refused():
+    class Holding(nnx.Module):
+        def __init__(self):
+            self.a = nnx.Param(A, hijax=True)
+
+        def __call__(self):
+            return self.a[...]
+
+    with pytest.raises(TypeError, match="`a` must be no hijax Variable to be rounded"):
+        wrap(Holding(), TOWARD_ZERO)()
+
+
+# Methods.
+
+
+def test_methods_are_what_binds_and_is_not_of_every_module():
+    class Odd(nnx.Module):
+        kind = int
+        double = staticmethod(lambda x: 2 * x)
+
+        def __init__(self):
+            self.a = nnx.Param(A)
+
+        def __call__(self):
+            return self.a[...]
+
+        def __len__(self):
+            return 3
+
+        @property
+        def value(self):
+            return self.a[...]
+
+        @classmethod
+        def make(cls):
+            return cls()
+
+        @nnx.jit
+        def traced(self):
+            return self.a[...]
+
+        @jax.jit
+        def traced_by_jax(self):
+            return self.a[...]
+
+        @nnx.remat
+        def rematerialized(self):
+            return self.a[...]
+
+        def train(self, **attributes):
+            return self.a[...]
+
+    names = {"__call__", "traced", "traced_by_jax", "rematerialized", "train"}
+    assert views.methods(Odd).keys() == names
+    model = wrap(Odd(), TOWARD_ZERO)
+    for name in names:
+        assert same_bits(getattr(model, name)(), jnp.asarray(toward_zero(A)))
+    assert same_bits(model.value, A)
+    assert (len(model), model.double(2), model.kind) == (3, 4, int)
+    assert wrapping.is_wrapped(model.make())
+    assert same_bits(model.make()(), toward_zero(A))
+
+
+def test_sites_are_those_of_methods():
+    sites = {str(site) for site in views.sites(Pair, "x/part")}
+    assert sites == {"x/part:in", "x/part:out"}
+
+
+# Draws.
+
+
+def test_paths_tell_draws_apart_and_reads_of_one_call_agree():
+    model = wrap(
+        Pair(noisy(jnp.zeros(1000))), "params: .*=stochastic", rngs=nnx.Rngs(0)
+    )
+    first, again, other, some = model()
+    assert same_bits(first, again)
+    assert same_bits(first[3:7], some)
+    assert 0 < np.mean(np.asarray(first) == np.asarray(other)) < 1
