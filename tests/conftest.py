@@ -33,6 +33,10 @@ STRICT = (
     "standins_",
     "nnx_",
     "wrap_",
+    "rules_",
+    "tensors_",
+    "coverage_",
+    "explain_",
 )
 
 

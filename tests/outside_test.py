@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import outside
 import pytest
-from oracle import STOCHASTIC, TOWARD_ZERO, same_bits, toward_zero
+from oracle import STOCHASTIC, TOWARD_ZERO, same_bits
 
 import mixprec
 from mixprec import Policy, Rule
