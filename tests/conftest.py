@@ -36,7 +36,6 @@ STRICT = (
     "rules_",
     "tensors_",
     "coverage_",
-    "explain_",
 )
 
 
