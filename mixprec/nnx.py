@@ -35,6 +35,7 @@ parameters draw the same in all layers of a scan.
 """
 
 import contextlib
+import copyreg
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -62,7 +63,8 @@ def wrap(module: nnx.Module, policy: Policy, rngs: Any = None) -> nnx.Module:
       rngs: an `nnx.Rngs` or `nnx.RngStream` for keys of stochastic draws, or None.
 
     Returns:
-      A module of a subclass of `type(module)`, with Variables of its own.
+      A module of a subclass of `type(module)`, with Variables of its own, whose arrays
+      are those of `module`.
 
     Raises:
       TypeError: `rngs` is something else.
@@ -149,6 +151,20 @@ def record(
 
 
 @functools.cache
+def _metaclass(base: type) -> type:
+    """Gives a metaclass whose classes `pickle` makes anew, as `nnx.GraphDef`s want."""
+    metaclass = type(base.__name__, (base,), {})
+    copyreg.pickle(metaclass, _reduce_class)
+    return metaclass
+
+
+def _reduce_class(cls: Any) -> Any:
+    if views.ORIGINAL not in vars(cls):
+        return cls.__qualname__  # of a class that somebody derived
+    return _wrap_class, (vars(cls)[views.ORIGINAL], vars(cls)[_POLICY])
+
+
+@functools.cache
 def _wrap_class(cls: type[nnx.Module], policy: Policy) -> type[nnx.Module]:
     methods = views.methods(cls)
     overrides = {name: _rounding_method(name, f) for name, f in methods.items()}
@@ -157,7 +173,8 @@ def _wrap_class(cls: type[nnx.Module], policy: Policy) -> type[nnx.Module]:
         return _empty, (cls, policy), self.__getstate__()
 
     attributes = {views.ORIGINAL: cls, _POLICY: policy, "__reduce__": reduce}
-    return views.subclass(cls, overrides | attributes)
+    metaclass: Any = type(cls)
+    return views.subclass(cls, overrides | attributes, _metaclass(metaclass))
 
 
 def _empty(cls: type[nnx.Module], policy: Policy) -> nnx.Module:

@@ -35,6 +35,8 @@ class StandIn:
         # Parts that are wrapped on their own are left to their own methods.
         wrapped = [path for path, node in found.items() if views.is_wrapped(node)]
         self._theirs = tuple(f"{path}/" for path in wrapped if path)
+        bridges = [p for p, node in found.items() if isinstance(node, nnx.bridge.ToNNX)]
+        self._linen = tuple(f"{path}/".lstrip("/") for path in bridges)
         # By id. Pairs keep both alive, or else ids would come again.
         self._copies: dict[int, tuple[Any, Any]] = {}
         self._originals: dict[int, tuple[Any, Any]] = {}
@@ -82,6 +84,13 @@ class StandIn:
         if isinstance(node, nnx.Variable):
             if not (isinstance(node, nnx.Param) and views.is_selected(node, mark)):
                 return node
+            if path.startswith(self._linen):
+                raise TypeError(
+                    f"`{path}` must be wrapped as a part of its Linen module to be "
+                    "rounded, got an nnx.bridge.ToNNX that is wrapped. Write "
+                    "ToNNX(mixprec.wrap(module, policy)), or leave it alone by a rule "
+                    "with mode None."
+                )
             view = views.view_of(node, mark)
             return self._pair(node, view, {"value": view.get_raw_value()})
         cls: Any = getattr(type(node), views.ORIGINAL, type(node))

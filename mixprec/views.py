@@ -256,13 +256,21 @@ def passing_class(cls: type[nnx.Module]) -> type[nnx.Module]:
     return subclass(cls, overrides)
 
 
-def subclass(cls: type, attributes: dict[str, Any]) -> type:
-    """Gives a subclass of a class of modules that looks like it."""
+def subclass(
+    cls: type, attributes: dict[str, Any], metaclass: Any = None
+) -> type[nnx.Module]:
+    """Gives a subclass of a class of modules that looks like it.
+
+    Args:
+      cls: the class.
+      attributes: that the subclass has besides.
+      metaclass: one derived from that of `cls`, or None for that itself.
+    """
     names = ("__module__", "__qualname__", "__doc__")
     attributes = attributes | {name: getattr(cls, name) for name in names}
     pytree: Any = cls._pytree__is_pytree  # type: ignore[attr-defined]
-    metaclass: Any = type(cls)
-    return metaclass(cls.__name__, (cls,), attributes, pytree=pytree)
+    make: Any = metaclass or type(cls)
+    return make(cls.__name__, (cls,), attributes, pytree=pytree)
 
 
 def _passing_method(name: str, function: Any) -> Callable[..., Any]:

@@ -147,7 +147,7 @@ def test_the_table_shows_scalars_long_paths_and_other_choices():
     assert (row.bytes_before, row.bytes_after) == (4, 2)
     assert row.path in text
     # Where it is narrow it has fewer columns, but no digit is lost.
-    console = rich.console.Console(file=io.StringIO(), width=60)
+    console = rich.console.Console(file=io.StringIO(), width=76)
     console.print(explain(wrap(nn.Dense(2**20), policy), STRUCT))
     narrow = console.file.getvalue()
     assert "33,554,432" in narrow

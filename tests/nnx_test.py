@@ -606,6 +606,15 @@ def test_copies_round(name):
         assert same_bits(other(X), expected)
 
 
+def test_graph_definitions_survive_pickling():
+    wrapped = wrap(make("stack"), TOWARD_ZERO)
+    graphdef, state = nnx.split(wrapped)
+    for library in (pickle, cloudpickle):
+        other = library.loads(library.dumps(graphdef))
+        assert other == graphdef
+        assert same_bits(nnx.merge(other, state)(X), wrapped(X))
+
+
 def test_models_of_local_classes_survive_cloudpickle():
     class Local(nnx.Module):
         def __init__(self):
@@ -790,6 +799,28 @@ def test_a_wrapped_linen_module_rounds_in_nnx():
     assert same_bits(bridged(X), rounded(plain)(X))
 
 
+def test_a_plain_linen_module_in_nnx_is_refused():
+    bridged = nnx.bridge.ToNNX(nn.Dense(3), rngs=nnx.Rngs(0)).lazy_init(X)
+    message = r"`(part/)?(bias|kernel)` must be wrapped as a part of its Linen module"
+    with pytest.raises(TypeError, match=message):
+        wrap(bridged, TOWARD_ZERO)(X)
+
+    class Holding(nnx.Module):
+        def __init__(self):
+            self.part = bridged
+            self.partial = nnx.Param(noisy(jnp.zeros(3)))
+
+        def __call__(self, x):
+            return self.part(x), self.partial[...]
+
+    with pytest.raises(TypeError, match=message):
+        wrap(Holding(), TOWARD_ZERO)(X)
+    model = Holding()
+    y, partial = wrap(model, "params: part/.*=keep, .*=toward_zero")(X)
+    assert same_bits(y, bridged(X))
+    assert same_bits(partial, toward_zero(model.partial[...]))
+
+
 def test_an_nnx_module_in_linen_rounds_when_wrapped():
     bridged = nnx.bridge.to_linen(nnx.Linear, WIDTH, 3)
     variables = noisy(bridged.init(jax.random.key(0), X))
@@ -813,7 +844,7 @@ def test_explain_tells_what_is_rounded(jitted):
     ]
     assert described == [
         ("parameter", "head/bias", (3,), None, "keep"),
-        ("parameter", "head/kernel", (8, 3), None, "fewer elements than min_size=30"),
+        ("parameter", "head/kernel", (8, 3), None, "below min_size=30"),
         ("parameter", "layers/linear/bias", (3, 8), None, "no rule"),
         ("parameter", "layers/linear/kernel", (3, 8, 8), "stochastic", None),
         ("parameter", "layers/norm/bias", (3, 8), None, "no rule"),
