@@ -96,6 +96,20 @@ def test_other_gradients(dtype, backend):
     ]
 
 
+def test_float64_just_beyond_the_largest_is_clipped():
+    with jax.enable_x64(True):
+        x = jnp.array([65504, 65504.0000001, -65504.0000001, 1e300, np.nan])
+        assert x.dtype == jnp.float64
+
+        def loss(x):
+            rounded = mixprec.round_to(
+                x, jnp.float16, mode="toward_zero", gradient="clipped"
+            )
+            return rounded.astype(x.dtype).sum()
+
+        assert jax.grad(loss)(x).tolist() == [1, 0, 0, 0, 0]
+
+
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float8_e5m2])
 def test_the_gradient_has_the_dtype_of_the_input(dtype):
     x = normal(5).astype(dtype)

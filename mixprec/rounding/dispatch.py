@@ -143,8 +143,8 @@ def _round_jvp(
     if gradient == "zero":
         tangent = jnp.zeros_like(tangent)
     if gradient == "clipped":
-        largest = jnp.asarray(rounding.to.largest_value, jnp.float32)
-        kept = abs(x.astype(jnp.float32)) <= largest
+        wide = x if x.dtype == jnp.float64 else x.astype(jnp.float32)
+        kept = abs(wide) <= jnp.asarray(rounding.to.largest_value, wide.dtype)
         tangent = jnp.where(kept, tangent, jnp.zeros_like(tangent))
     rounded = _round(*primals, rounding, gradient, options)
     return rounded, (tangent.astype(rounding.out_dtype),) * len(rounded)
