@@ -178,8 +178,12 @@ def increment(
         drawn = random_bits >> unused
         if place.rest is None:
             return drawn
-        low = random_bits & np.uint32((1 << int(unused)) - 1)
-        return drawn + ((low + place.rest) >> unused)
+        low, rest = random_bits & np.uint32((1 << int(unused)) - 1), place.rest
+        if random_width is not None and random_width < 32:
+            missing = 32 - random_width
+            kept = np.uint32(-1 << missing & 0xFFFFFFFF)
+            low, rest = low & kept, (rest + np.uint32(1 << (missing - 1))) & kept
+        return drawn + ((low + rest) >> unused)
     raise AssertionError(f"mode {mode!r} has no increment")
 
 
