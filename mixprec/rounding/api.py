@@ -73,8 +73,9 @@ def round_to(
         or "auto". The results are equal bit for bit.
       sharding: for "pallas": how `x` is split over devices, so that the kernel runs on
         each shard. Need not be given where it is known: of an array that is no tracer,
-        and in a mesh with explicit axes. Where it is not known, XLA's operations are
-        taken and the log says so. "xla" leaves it aside.
+        and in a mesh with explicit axes alone. In a batch, how a member is split; the
+        `spmd_axis_name` of `jax.vmap` says how the batch is. Where it is not known,
+        XLA's operations are taken and the log says so. "xla" leaves it aside.
       in_place: for float32 to float32: whether the kernel writes over `x`, where the
         program needs it no more (where it does, `x` is copied first). XLA's operations
         do so by themselves.
@@ -87,8 +88,9 @@ def round_to(
         `in_place` is of a type not listed above.
       ValueError: an argument is none of its allowed values; "stochastic" without a key,
         or another mode with `key` or `random_bits`; "pallas" or "hardware" where it
-        cannot be had; a `sharding` that does not divide `x`; `in_place` for other
-        dtypes than float32; "stochastic" or "pallas" for an `x` of symbolic shape.
+        cannot be had; a `sharding` that does not divide `x`, or is not that of its
+        type; `in_place` for other dtypes than float32; "stochastic" or "pallas" for an
+        `x` of symbolic shape.
 
     Example:
       >>> x = jnp.float32([1.0, 1.001, -1.001])
