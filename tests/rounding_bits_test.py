@@ -135,19 +135,20 @@ def test_bfloat16_goes_up_for_exactly_its_share_of_all_random_bits(upper, lower)
 def smallest_draw_that_goes_up(word, name, **options):
     """Searches the 2^32 draws: those from some number on go up."""
     down, _, _ = fraction(word, name)
+    halves = np.arange(1 << 16, dtype=np.uint32)
 
-    def goes_up(draw):
-        draws, inputs = np.array([draw], np.uint32), np.array([word], np.uint32)
+    def goes_up(draws):
+        inputs = np.full(draws.shape, word, np.uint32)
         return (
-            round_patterns(inputs, name, "stochastic", random_bits=draws, **options)[0]
+            round_patterns(inputs, name, "stochastic", random_bits=draws, **options)
             > down
         )
 
-    low, high = 0, 2**32
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if goes_up(middle) else (middle + 1, high)
-    return low
+    last_of_each_upper_half = goes_up((halves << 16) | 0xFFFF)
+    if not last_of_each_upper_half.any():
+        return 2**32
+    upper = int(last_of_each_upper_half.argmax()) << 16
+    return upper + int(goes_up(halves + np.uint32(upper)).argmax())
 
 
 # Normal numbers, subnormals that lose bits below the fraction, and almost 0.
