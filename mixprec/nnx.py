@@ -29,9 +29,12 @@ Limits: what rounds is a method called on the instance, `model(x)`; not
 a method, `Block.__call__(block, x)` reads parameters rounded, but rounds no
 activations. Only Params and what is derived from them, such as LoRAParams, are rounded.
 A Param found at several paths has the first, as in `nnx.state`. What a method writes to
-parameters, it has computed from rounded ones (`nnx.WeightNorm`). A module called twice
-in one pass draws the same random bits for its activations both times; modules without
-parameters draw the same in all layers of a scan.
+parameters, it has computed from rounded ones (`nnx.WeightNorm`).
+
+What else to know: a module called twice in one pass draws the same random bits for its
+activations both times, and modules without parameters draw the same in all layers of a
+scan. With a stream, what a method traces itself, by `nnx.scan` or `nnx.jit`, is traced
+anew for each call: put the step as a whole under `nnx.jit`.
 """
 
 import contextlib

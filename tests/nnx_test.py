@@ -1,4 +1,5 @@
 import copy
+import itertools
 import pickle
 import threading
 
@@ -418,6 +419,44 @@ def test_each_call_draws_anew_inside_of_transformations(name):
     for y in eager:
         np.testing.assert_allclose(jitted(twin, X), y, rtol=1e-5, atol=1e-6)
     assert not np.allclose(eager[0], eager[1], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "transform", [nnx.jit, nnx.scan(in_axes=0, out_axes=0), nnx.remat]
+)
+def test_what_has_been_traced_for_a_key_is_not_used_for_another(transform):
+    traces = []
+
+    @transform
+    def traced(part):
+        traces.append(part)
+        return part.a[...]
+
+    class Outer(nnx.Module):
+        def __init__(self):
+            self.part = Values(2, 500)
+
+        def __call__(self, _=None):
+            return traced(self.part)
+
+    model = Outer()
+    a = model.part.a[...]
+    wrapped = wrap(model, STOCHASTIC, rngs=rngs())
+    jitted = nnx.jit(lambda model, x: model())
+    drawn = [
+        wrapped(),
+        wrapped(),
+        jitted(wrapped, jnp.zeros(1)),
+        jitted(wrapped, jnp.zeros(2)),  # traced again
+    ]
+    for first, second in itertools.combinations(drawn, 2):
+        assert_independent(ups(first, a), ups(second, a), a)
+    # Without a key there is one for all calls, and nothing to trace anew.
+    wrapped = wrap(model, STOCHASTIC)
+    first = wrapped()
+    before = len(traces)
+    assert same_bits(wrapped(), first)
+    assert len(traces) == before or transform is nnx.remat
 
 
 def test_traces_leave_no_key_behind():
