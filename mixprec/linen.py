@@ -38,7 +38,7 @@ import flax.linen as nn
 import jax
 import numpy as np
 
-from mixprec import coverage, scopes
+from mixprec import coverage, scopes, trees
 from mixprec.policy import Policy
 from mixprec.rounding import random
 from mixprec.rules import CALL
@@ -345,8 +345,10 @@ def _interceptor(
         return next_method(*args, **kwargs)
     call.running.append((module, method))
     try:
-        args, kwargs = scopes.round_passing(scope, call, "in", method, (args, kwargs))
-        outputs = next_method(*args, **kwargs)
+        given = (args, kwargs)
+        args, kwargs = scopes.round_passing(scope, call, "in", method, given)
+        with trees.handing_back(given, (args, kwargs)):
+            outputs = next_method(*args, **kwargs)
     finally:
         call.running.pop()
     return scopes.round_passing(scope, call, "out", method, outputs)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.core import meta
 
-from mixprec import tensors
+from mixprec import tensors, trees
 from mixprec.policy import Policy
 from mixprec.rounding import random
 from mixprec.rules import Rule, Site
@@ -249,7 +249,7 @@ def round_passing(
             )
         return _round_cotangent(backward, policy, y, place=place, **how)
 
-    return jax.tree_util.tree_map_with_path(round_leaf, tree)
+    return trees.map_leaves(round_leaf, tree)
 
 
 def _salted(scope: flax.core.Scope, seed: Any) -> Any:
@@ -324,7 +324,7 @@ def _round_params(scope: flax.core.Scope, names: Path, tree: Any) -> Any:
         # If the leaf is a partitioning box, the box stays.
         return jax.tree.map(round_array, leaf)
 
-    return jax.tree_util.tree_map_with_path(round_leaf, tree, is_leaf=_is_box)
+    return trees.map_leaves(round_leaf, tree, is_leaf=_is_box)
 
 
 def _sharding_of(leaf: Any) -> jax.sharding.NamedSharding | None:

@@ -22,6 +22,7 @@ WRAPPING = (
     "rules",
     "policy",
     "tensors",
+    "trees",
     "scopes",
     "coverage",
     "linen",

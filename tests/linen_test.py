@@ -671,6 +671,36 @@ def test_a_method_that_is_none_is_named():
         wrapped.apply(variables, X, method="features")
 
 
+def test_dicts_that_pass_rounded_keep_their_order_and_what_is_written_into_them():
+    class Noting(nn.Module):
+        @nn.compact
+        def __call__(self, x, seen):
+            seen["x"] = x
+            return {"second": x, "first": 2 * x, "seen": jnp.stack([*seen.values()])}
+
+    class Parent(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            seen = {"b": x, "a": 3 * x}
+            outputs = Noting(name="noting")(x, seen)
+            return [*outputs.values()], [*seen.values()], list(seen)
+
+    policy = Policy(
+        activations=(
+            Rule("noting", "toward_zero", at="in"),
+            Rule("noting", "toward_zero"),
+        )
+    )
+    x = noisy(X)
+    down, triple = toward_zero(x), toward_zero(3 * x)
+    outputs, seen, names = linen.wrap(Parent(), policy).apply({}, x)
+    stacked = jnp.stack([down, triple, down])
+    assert same_bits(outputs, [down, 2 * down, stacked])
+    # Those it was given are the caller's own; the one it wrote, it had rounded.
+    assert same_bits(seen, [x, 3 * x, down])
+    assert names == ["b", "a", "x"]
+
+
 # What it costs.
 
 

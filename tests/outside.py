@@ -36,12 +36,20 @@ class Model:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     training: dict[str, Any] = dataclasses.field(default_factory=dict)
 
+    def init(self, module, rngs):
+        """Gives the variables of `module`, this one's or a wrapped one."""
+        init = functools.partial(module.init, **self.options)
+        return jit(init)(rngs, *self.inputs)
+
+    @functools.cached_property
+    def initial(self):
+        """The variables of `init`."""
+        return self.init(self.module, KEY)
+
     @functools.cached_property
     def variables(self):
-        """Those of `init`, with noise: no parameter is one of bfloat16's values."""
-        init = functools.partial(self.module.init, **self.options)
-        variables = jit(init)(KEY, *self.inputs)
-        return variables | {"params": noisy(variables["params"])}
+        """The same with noise: no parameter is one of bfloat16's values."""
+        return self.initial | {"params": noisy(self.initial["params"])}
 
     @functools.cached_property
     def rounded(self):
@@ -54,7 +62,7 @@ class Model:
 
     def loss(self, module, params, rngs):
         """Gives a loss in training, and the variables that are updated."""
-        variables = self.variables | {"params": params}
+        variables = self.initial | {"params": params}
         options = {**self.training, "rngs": rngs, "mutable": ["batch_stats"]}
         results, updates = self.apply(module, variables, **options)
         y = jax.tree.leaves(results)[0]
