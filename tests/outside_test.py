@@ -3,7 +3,11 @@
 Each is compared with itself, unwrapped, on a tree that NumPy rounded beforehand.
 """
 
+import contextlib
 import functools
+import io
+import pathlib
+import re
 
 import flax
 import flax.linen as nn
@@ -204,3 +208,15 @@ def test_what_a_block_of_flaxmodels_writes_into_its_arguments_is_kept():
 
     assert shapes(wrapped) == shapes(module)
     assert "block2_0" in shapes(module)
+
+
+def test_the_example_in_the_docs_runs():
+    text = (pathlib.Path(__file__).parents[1] / "docs/wrapping.md").read_text()
+    names = {}
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1], names)
+    assert "10 of 28 parameters rounded" in printed.getvalue()
+    gradients = names["gradients"]["transformer"]["h"]["0"]["mlp"]["c_fc"]
+    # Of its 24 bits of mantissa a float32 keeps 3, as float8_e5m2 has them.
+    words = jax.tree.map(lambda g: (g.view("uint32") & 0x1FFFFF).any(), gradients)
+    assert words == {"bias": True, "kernel": False}
