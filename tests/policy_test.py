@@ -15,15 +15,15 @@ from mixprec.rules import Rule, Site
 def test_the_first_rule_that_matches_decides():
     first, second = Rule(".*/kernel", "toward_zero"), Rule(".*", "stochastic")
     policy = Policy(params=(first, second), gradients=(second, first))
-    assert policy.param_rule("layers/kernel") is first
-    assert policy.param_rule("layers/bias") is second
-    assert policy.gradient_rule(Site("layers/kernel")) is second
+    assert policy.param_rule("layers/kernel") == first
+    assert policy.param_rule("layers/bias") == second
+    assert policy.gradient_rule(Site("layers/kernel")) == second
 
 
 def test_a_rule_with_mode_none_decides_like_any_other():
     leave = Rule(".*/scale", None)
     policy = Policy(params=(leave, Rule(".*", "stochastic")))
-    assert policy.param_rule("norm/scale") is leave
+    assert policy.param_rule("norm/scale") == leave
     assert policy.param_rule("norm/bias").mode == "stochastic"
 
 
@@ -130,7 +130,7 @@ def test_backends_are_those_of_the_operation():
 def test_what_passes_at_modules_is_by_default_what_they_return():
     policy = Policy(activations=(Rule("a", None), Rule("b", None, at="in")))
     assert [rule.at for rule in policy.activations] == ["out", "in"]
-    assert policy.activation_rule(Site("a", "out")) is policy.activations[0]
+    assert policy.activation_rule(Site("a", "out")) == policy.activations[0]
     assert policy.activation_rule(Site("a", "in")) is None
 
 

@@ -158,7 +158,7 @@ def test_rules_known_to_decide_elsewhere_are_not_asked_for():
 )
 def test_a_rule_is_for_one_kind_of_site(rule, site, matches):
     assert rule.matches(site) is matches
-    assert rules.first_match((rule,), site) is (rule if matches else None)
+    assert rules.first_match((rule,), site) == (rule if matches else None)
 
 
 # Options
