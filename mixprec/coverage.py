@@ -15,10 +15,15 @@ from mixprec.scopes import Seen
 @functools.lru_cache(maxsize=1024)
 def check_params(policy: Policy, paths: tuple[str, ...]) -> None:
     """Raises ValueError if a rule over parameters decides for none of `paths`."""
-    sites = [Site(path) for path in paths]
-    for checked in rules_over(policy, "parameter"):
+    check_sites(policy, "parameter", tuple(map(Site, paths)))
+
+
+@functools.lru_cache(maxsize=1024)
+def check_sites(policy: Policy, kind: str, sites: tuple[Site, ...]) -> None:
+    """Raises ValueError if a rule of `rules_over` that kind decides for no site."""
+    for checked in rules_over(policy, kind):
         in_use = rules.rules_in_use(checked, sites)
-        rules.check_all_in_use(checked, in_use, sites, "parameter")
+        rules.check_all_in_use(checked, in_use, sites, kind)
 
 
 def rules_over(policy: Policy, kind: str) -> list[tuple[Rule, ...]]:

@@ -15,7 +15,7 @@ import rich.table
 
 from mixprec import coverage, linen, nnx, rules, scopes, tensors
 from mixprec.policy import Policy
-from mixprec.rounding import api, dispatch, formats, platforms
+from mixprec.rounding import dispatch, formats, platforms
 from mixprec.rules import Rule, Site
 from mixprec.wrap import check_module
 
@@ -322,8 +322,7 @@ def _rows(record: scopes.Record, params: dict[str, Any]) -> Iterator[Row]:
         policy, names = root
         below = path[len("".join(f"{name}/" for name in names)) :]
         rule, read = policy.param_rule(below), record[root].reads.get(below, leaf)
-        if rule is not None:
-            tensors.param_can_be_rounded(rule, leaf, path)  # or raises, as by `apply`
+        tensors.check_param(rule, leaf, path)  # as `apply` would
         yield _row("parameter", path, leaf, rule, policy, read)
         backward = policy.gradient_rule(Site(below))
         if backward is not None:
@@ -390,10 +389,5 @@ def _backend(x: Any, rule: Rule, policy: Policy) -> str:
     """Tells what rounds a tensor."""
     if dispatch.choose_backend(policy.backend) == "xla":
         return "xla"
-    carrier = policy.out_dtype if x.dtype == "float32" else x.dtype.name
-    rounding = api.make_rounding(
-        rule.dtype,
-        (rule.mode or "",),
-        out_dtype=rule.dtype if carrier == rule.dtype else "float32",
-    )
+    rounding, _ = tensors.rounding_of(rule, policy, x.dtype)
     return platforms.describe(x.shape, x.dtype, rounding)

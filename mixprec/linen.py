@@ -43,8 +43,6 @@ from mixprec.policy import Policy
 from mixprec.rounding import random
 from mixprec.rules import CALL
 
-# The name of the random stream: `module.apply(..., rngs={"rounding": key})`.
-RNG_STREAM = "rounding"
 _tokens = itertools.count(1)
 # Wrapped class -> original class, policy.
 _wrapped: dict[type[nn.Module], tuple[type[nn.Module], Policy]] = {}
@@ -303,22 +301,15 @@ def _seed_of(
 ) -> tuple[jax.Array | np.ndarray, bool, Hashable]:
     """Gives the seed of a call from outside, whether by a key, and the call's token."""
     initializing = scopes.is_initializing(_scope(module))
-    if not initializing and _scope(module).has_rng(RNG_STREAM):
+    if not initializing and _scope(module).has_rng(scopes.RNG_STREAM):
         # What `nn.jit` caches holds on to the key it was traced with, so calls with
         # keys must not share it.
-        key = module.make_rng(RNG_STREAM)
+        key = module.make_rng(scopes.RNG_STREAM)
         return random.seed_from_key(key), True, next(_tokens)
     if scopes.calls.record is not None:
         # What is cached is not called, and so not recorded.
-        return _integer_seed(policy.seed), False, next(_tokens)
-    return _integer_seed(policy.seed), False, ("seed", policy.seed)
-
-
-@functools.lru_cache
-def _integer_seed(seed: int) -> np.ndarray:
-    # For the same cache's sake a constant, no value of the trace that is under way.
-    with jax.ensure_compile_time_eval():
-        return np.asarray(random.seed_from_key(seed))
+        return scopes.integer_seed(policy.seed), False, next(_tokens)
+    return scopes.integer_seed(policy.seed), False, ("seed", policy.seed)
 
 
 def _interceptor(

@@ -43,16 +43,13 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
-import numpy as np
 from flax import nnx
 
-from mixprec import coverage, rules, scopes, standins, views
+from mixprec import coverage, scopes, standins, views
 from mixprec.policy import Policy
 from mixprec.rounding import random
 from mixprec.rules import Site
 
-RNG_STREAM = "rounding"
 RNGS = "rounding_rngs"  # the attribute of a wrapped module
 _POLICY = "_mixprec_policy"  # that of a wrapped class
 
@@ -72,7 +69,7 @@ def wrap(module: nnx.Module, policy: Policy, rngs: Any = None) -> nnx.Module:
     Raises:
       TypeError: `rngs` is something else.
     """
-    stream = rngs[RNG_STREAM] if isinstance(rngs, nnx.Rngs) else rngs
+    stream = rngs[scopes.RNG_STREAM] if isinstance(rngs, nnx.Rngs) else rngs
     if not (stream is None or isinstance(stream, nnx.RngStream)):
         raise TypeError(
             f"`rngs` must be an nnx.Rngs or nnx.RngStream, got {type(rngs).__name__}. "
@@ -137,7 +134,7 @@ def record(
       kwargs: all of them.
     """
     found: scopes.Record = {}
-    call = views.Call(_integer_seed(policy_of(wrapped).seed), record=found)
+    call = views.Call(scopes.integer_seed(policy_of(wrapped).seed), record=found)
     for path, node in views.nodes(wrapped):
         if is_wrapped(node):
             seen = views.Mark(call, policy_of(node), root=path).seen
@@ -226,12 +223,7 @@ def _call(module: nnx.Module, policy: Policy, outer: views.Mark | None) -> views
 @functools.cache
 def _call_without_key(seed: int) -> views.Call:
     # Always the same one: what is traced for it is what any other call would trace.
-    return views.Call(_integer_seed(seed))
-
-
-def _integer_seed(seed: int) -> np.ndarray:
-    with jax.ensure_compile_time_eval():
-        return np.asarray(random.seed_from_key(seed))
+    return views.Call(scopes.integer_seed(seed))
 
 
 # Rules must decide for something
@@ -240,14 +232,7 @@ def _integer_seed(seed: int) -> np.ndarray:
 def _check(module: nnx.Module, policy: Policy) -> None:
     coverage.check_params(policy, tuple(params(module)))
     if any(coverage.rules_over(policy, "module")):
-        _check_sites(policy, _sites(module))
-
-
-@functools.lru_cache(maxsize=1024)
-def _check_sites(policy: Policy, sites: tuple[Site, ...]) -> None:
-    for checked in coverage.rules_over(policy, "module"):
-        in_use = rules.rules_in_use(checked, sites)
-        rules.check_all_in_use(checked, in_use, sites, "module")
+        coverage.check_sites(policy, "module", _sites(module))
 
 
 def _sites(module: nnx.Module) -> tuple[Site, ...]:

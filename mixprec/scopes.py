@@ -10,6 +10,7 @@ call (`Call`: the seed) is open in the thread; the variables stay as they are.
 """
 
 import dataclasses
+import functools
 import threading
 from collections.abc import Hashable, Iterable
 from typing import Any, NamedTuple
@@ -24,8 +25,10 @@ from flax.core import meta
 from mixprec import tensors, trees
 from mixprec.policy import Policy
 from mixprec.rounding import random
-from mixprec.rules import Rule, Site
+from mixprec.rules import Site
 
+# The name of the random stream that draws come from.
+RNG_STREAM = "rounding"
 Path = tuple[str, ...]
 _FLAG = "mixprec"
 _SALTS = (jnp.float32, jnp.bfloat16)
@@ -194,6 +197,14 @@ def path_of(scope: flax.core.Scope) -> Path:
     return scope.path if mark is None else mark.path
 
 
+@functools.lru_cache
+def integer_seed(seed: int) -> np.ndarray:
+    """Gives the [2] uint32 words of a policy's own seed."""
+    # A constant, no value of the trace that is under way: what Flax caches keeps it.
+    with jax.ensure_compile_time_eval():
+        return np.asarray(random.seed_from_key(seed))
+
+
 def is_initializing(scope: flax.core.Scope) -> bool:
     """Tells whether the scope belongs to an `init`, in which nothing is rounded."""
     return scope.get_flag("initializing", False)
@@ -240,14 +251,11 @@ def round_passing(
             return y
         here = Site("/".join(mark.path), at, method)
         place = "/".join((str(here), *map(_key_name, keys)))
-        if tensors.why_left_alone(forward, y.dtype, y.size) is None:
-            assert forward is not None
-            # Not the values: they may differ in the last bit between a forward pass and
-            # its recomputation, and the draw must not.
-            y = tensors.round_value(
-                y, forward, policy, place=place, hash_values=False, **how
-            )
-        return _round_cotangent(backward, policy, y, place=place, **how)
+        # Not the values: they may differ in the last bit between a forward pass and its
+        # recomputation, and the draw must not.
+        return tensors.round_both_ways(
+            y, forward, backward, policy, place=place, hash_values=False, **how
+        )
 
     return trees.map_leaves(round_leaf, tree)
 
@@ -305,21 +313,22 @@ def _round_params(scope: flax.core.Scope, names: Path, tree: Any) -> Any:
             return leaf
 
         def round_array(x: Any) -> Any:
-            if is_array(x):
-                call.seen(mark).reads[below_root] = struct(x)
-            if forward and tensors.param_can_be_rounded(forward, x, below_root):
-                # The layers of a scan have path and index in common: the values tell
-                # their draws apart.
-                x = tensors.round_value(
-                    x,
-                    forward,
-                    policy,
-                    place=place,
-                    hash_values=True,
-                    sharding=_sharding_of(leaf),
-                    **how,
-                )
-            return _round_cotangent(backward, policy, x, place=place, **how)
+            if not is_array(x):
+                return x
+            call.seen(mark).reads[below_root] = struct(x)
+            tensors.check_param(forward, x, below_root)
+            # The layers of a scan have path and index in common: the values tell their
+            # draws apart.
+            return tensors.round_both_ways(
+                x,
+                forward,
+                backward,
+                policy,
+                place=place,
+                hash_values=True,
+                sharding=_sharding_of(leaf),
+                **how,
+            )
 
         # If the leaf is a partitioning box, the box stays.
         return jax.tree.map(round_array, leaf)
@@ -338,15 +347,6 @@ def _sharding_of(leaf: Any) -> jax.sharding.NamedSharding | None:
     if isinstance(leaf, nn.LogicallyPartitioned):
         spec = nn.logical_to_mesh_axes(leaf.names, leaf.rules) or spec
     return jax.sharding.NamedSharding(mesh, spec)
-
-
-def _round_cotangent(
-    rule: Rule | None, policy: Policy, x: Any, *, place: str, **how: Any
-) -> Any:
-    if rule is None or not is_array(x):
-        return x
-    # Other draws than those forward.
-    return tensors.round_cotangent(x, rule, policy, place=f"{place}:cotangent", **how)
 
 
 def _is_box(leaf: Any) -> bool:

@@ -6,10 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from mixprec.policy import Policy
 from mixprec.rounding import api, dispatch, formats, random
+from mixprec.rounding.bits import Rounding
 from mixprec.rules import Rule
 
 # In the names of operations, before the place of the tensor that they round.
@@ -48,6 +48,30 @@ def why_left_alone(rule: Rule | None, dtype: Any, size: int) -> str | None:
     return None
 
 
+def rounding_of(
+    rule: Rule, policy: Policy, dtype: Any, *, hash_values: bool = False
+) -> tuple[Rounding, Any]:
+    """Gives what a rule makes of each element, and the dtype that carries the result.
+
+    Args:
+      rule: with a mode.
+      policy: that the rule is of.
+      dtype: of the tensor.
+      hash_values: whether draws depend on the values too.
+    """
+    assert rule.mode is not None
+    carrier = jnp.dtype(policy.out_dtype if dtype == jnp.float32 else dtype)
+    rounding = api.make_rounding(
+        rule.dtype,
+        (rule.mode,),
+        overflow=rule.overflow,
+        out_dtype=rule.dtype if carrier == rule.dtype else "float32",
+        random_bits=rule.random_bits,
+        hash_values=hash_values and rule.mode == "stochastic",
+    )
+    return rounding, carrier
+
+
 def round_value(
     x: jax.Array,
     rule: Rule,
@@ -74,24 +98,15 @@ def round_value(
     Returns:
       [...] `policy.out_dtype` if `x` is float32, else its dtype.
     """
-    is_float32 = x.dtype == jnp.float32
-    carrier = jnp.dtype(policy.out_dtype) if is_float32 else x.dtype
+    rounding, carrier = rounding_of(rule, policy, x.dtype, hash_values=hash_values)
     stochastic = rule.mode == "stochastic"
-    assert rule.mode is not None
     if stochastic and not has_key:
         x = _warn_if_differentiated(x, policy)
     # So that a profile, and the compiled program, tell which tensor it is.
     with jax.named_scope(f"{SCOPE}({place})"):
         (rounded,) = dispatch.round_seeded(
             x,
-            api.make_rounding(
-                rule.dtype,
-                (rule.mode,),
-                overflow=rule.overflow,
-                out_dtype=rule.dtype if carrier == rule.dtype else "float32",
-                random_bits=rule.random_bits,
-                hash_values=hash_values and stochastic,
-            ),
+            rounding,
             seed=random.fold_in_path(seed, place) if stochastic else None,
             backend=policy.backend,
             sharding=sharding,
@@ -114,6 +129,53 @@ def round_cotangent(
         return x
     seed = jnp.asarray(seed)
     return _with_rounded_cotangent(x, seed, rule, policy, place, has_key)
+
+
+def round_both_ways(
+    x: jax.Array,
+    forward: Rule | None,
+    backward: Rule | None,
+    policy: Policy,
+    *,
+    seed: Any,
+    place: str,
+    has_key: bool,
+    hash_values: bool,
+    sharding: jax.sharding.NamedSharding | None = None,
+) -> jax.Array:
+    """Rounds a tensor, and what comes back for it, where the rules ask for it.
+
+    Args:
+      x: [...] of any dtype.
+      forward: the rule for its values, or None.
+      backward: the rule for its cotangent, or None.
+      policy: that both are of.
+      seed: and all else: as for `round_value`.
+      place: as above.
+      has_key: as above.
+      hash_values: as above; a cotangent's draws always depend on its values.
+      sharding: as above.
+
+    Returns:
+      What `round_value` gives, or `x`.
+    """
+    if why_left_alone(forward, x.dtype, x.size) is None:
+        assert forward is not None
+        x = round_value(
+            x,
+            forward,
+            policy,
+            seed=seed,
+            place=place,
+            has_key=has_key,
+            hash_values=hash_values,
+            sharding=sharding,
+        )
+    if backward is None:
+        return x
+    # Other draws than those forward.
+    place = f"{place}:cotangent"
+    return round_cotangent(x, backward, policy, seed=seed, place=place, has_key=has_key)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
@@ -182,17 +244,14 @@ def _warn_of_equal_draws(policy: Policy) -> None:
     )
 
 
-def param_can_be_rounded(rule: Rule, leaf: Any, path: str) -> bool:
-    """Tells whether a parameter is to be rounded; raises TypeError if it cannot be."""
+def check_param(rule: Rule | None, leaf: Any, path: str) -> None:
+    """Raises TypeError if a rule asks to round a parameter that is no fit master."""
     dtype = getattr(leaf, "dtype", None)
-    if dtype is None:
-        return False
-    if dtype in (jnp.float16, jnp.float64) and rule.mode is not None:
+    if rule and rule.mode and dtype in (jnp.float16, jnp.float64):
         raise TypeError(
             f"`{path}` must be float32 to be rounded to {rule.dtype}, got {dtype}. "
             "Keep float32 master weights, or leave it alone by a rule with mode None."
         )
-    return why_left_alone(rule, dtype, np.size(leaf)) is None
 
 
 def inexact_share(rule: Rule, dtype: Any) -> float:

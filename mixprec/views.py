@@ -84,7 +84,6 @@ class Mark:
           hash_values: whether its draws depend on its values too.
           salt: arrays that its draws depend on.
         """
-        forward, backward = rules
         seed = self.call.seed
         if seed is None:
             raise ValueError(
@@ -94,18 +93,15 @@ class Mark:
             )
         if any(rule and rule.mode == "stochastic" for rule in rules):
             seed = scopes.salted(seed, salt)
-        how = {"seed": seed, "has_key": self.call.has_key}
-        place = join(self.root, place)
-        if tensors.why_left_alone(forward, x.dtype, x.size) is None:
-            assert forward is not None
-            x = tensors.round_value(
-                x, forward, self.policy, place=place, hash_values=hash_values, **how
-            )
-        if backward is not None:
-            # Other draws than those forward.
-            place = f"{place}:cotangent"
-            x = tensors.round_cotangent(x, backward, self.policy, place=place, **how)
-        return x
+        return tensors.round_both_ways(
+            x,
+            *rules,
+            self.policy,
+            seed=seed,
+            place=join(self.root, place),
+            has_key=self.call.has_key,
+            hash_values=hash_values,
+        )
 
 
 def join(*parts: str) -> str:
@@ -219,8 +215,7 @@ def _read(mark: Mark, value: Any) -> Any:
             return x
         if mark.seen is not None:
             mark.seen.reads[path] = scopes.struct(x)
-        if forward and not tensors.param_can_be_rounded(forward, x, path):
-            forward = None
+        tensors.check_param(forward, x, path)
         # The layers of a scan have path and index in common: the values tell their
         # draws apart.
         return mark.round(x, (forward, backward), path, hash_values=True)

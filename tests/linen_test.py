@@ -6,12 +6,12 @@ import threading
 from typing import Any
 
 import cloudpickle
-import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
 import tpu
+from canary import moved
 from oracle import (
     STOCHASTIC,
     TOWARD_ZERO,
@@ -748,13 +748,6 @@ def test_no_second_copy_of_the_parameters_is_held(generation):
 
 
 # What is leaned on in Flax without being promised.
-
-
-def moved(what):
-    return (
-        f"flax {flax.__version__} has moved {what}, which mixprec.linen and "
-        "mixprec.scopes lean on: adapt them, or bound flax in pyproject.toml"
-    )
 
 
 def test_flax_marks_the_methods_of_modules():

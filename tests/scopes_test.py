@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tpu
 from arrays import normal
+from canary import moved
 from flax.core import meta
 from oracle import (
     STOCHASTIC,
@@ -970,13 +971,6 @@ def test_the_kernel_compiles_for_shards_of_boxed_parameters(generation):
 
 
 # What is leaned on in Flax without being promised.
-
-
-def moved(what):
-    return (
-        f"flax {flax.__version__} has moved {what}, which mixprec.scopes leans on: "
-        "adapt it, or bound flax in pyproject.toml"
-    )
 
 
 SCOPE_METHODS = {

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mixprec.linen import RNG_STREAM
+from mixprec.scopes import RNG_STREAM
 from mixprec.training.metrics import StepMetrics, ValidationMetrics
 from mixprec.training.state import TrainState
 
