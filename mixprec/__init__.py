@@ -3,7 +3,13 @@
 from mixprec.explain import Explanation, explain
 from mixprec.linen import wrap_class
 from mixprec.policy import PRESETS, Policy
-from mixprec.rounding.api import round_bracket, round_down_and_up, round_to
+from mixprec.rounding.api import (
+    round_bracket,
+    round_down_and_up,
+    round_to,
+    round_with_statistics,
+)
+from mixprec.rounding.statistics import Statistics
 from mixprec.rules import Rule
 from mixprec.wrap import unwrap, wrap
 
@@ -12,10 +18,12 @@ __all__ = [
     "Explanation",
     "Policy",
     "Rule",
+    "Statistics",
     "explain",
     "round_bracket",
     "round_down_and_up",
     "round_to",
+    "round_with_statistics",
     "unwrap",
     "wrap",
     "wrap_class",

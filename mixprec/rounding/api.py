@@ -10,6 +10,7 @@ import numpy as np
 from mixprec.rounding import dispatch, formats, kernel, random
 from mixprec.rounding import modes as modes_lib
 from mixprec.rounding.bits import Rounding
+from mixprec.rounding.statistics import Statistics
 
 Overflow = Literal["inf", "saturate"]
 OVERFLOWS: tuple[str, ...] = ("inf", "saturate")
@@ -184,6 +185,65 @@ def round_bracket(
     return down, up
 
 
+def round_with_statistics(
+    x: jax.Array,
+    dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    *,
+    mode: modes_lib.Mode,
+    key: jax.Array | int | None = None,
+    random_bits: int | None = None,
+    overflow: Overflow = "inf",
+    out_dtype: jax.typing.DTypeLike | None = None,
+    gradient: dispatch.Gradient = "straight_through",
+    backend: dispatch.Backend = "auto",
+    sharding: jax.sharding.NamedSharding | None = None,
+) -> tuple[jax.Array, Statistics]:
+    """Rounds like `round_to`, and tells what that did to the array.
+
+    Args:
+      x: as for `round_to`, with fewer than 2**32 elements, and none but known sizes.
+      dtype: as for `round_to`; so are all others.
+      mode: which of the two neighbours to take.
+      key: for "stochastic".
+      random_bits: for "stochastic".
+      overflow: "inf" or "saturate".
+      out_dtype: of the rounded array.
+      gradient: of the rounded array.
+      backend: on a TPU, "pallas" reads `x` once, "xla", which is "auto", twice.
+      sharding: for "pallas".
+
+    Returns:
+      (rounded, statistics): [...] `out_dtype`, what `round_to` gives; and scalars
+      without gradient, of the whole array over all devices. Under `jax.vmap` they are
+      of each member, inside `jax.shard_map` of each shard.
+
+    Raises:
+      TypeError, ValueError: as for `round_to`, or `x` has too many elements.
+    """
+    modes_lib.check_mode(mode)
+    options: Any = dict(overflow=overflow, out_dtype=out_dtype, random_bits=random_bits)
+    rounding = make_rounding(dtype, (mode,), **options, statistics=True)
+    _check_draw(mode, key, random_bits, "hash")
+    modes_lib.check_choice("gradient", gradient, dispatch.GRADIENTS)
+    _check_sharding(sharding)
+    x = as_rounding_input(x)
+    random.check_sizes_known(x.shape)
+    if x.size >= 2**32:
+        raise ValueError(
+            "`x` must have fewer than 2**32 elements, as far as uint32 counts, got "
+            f"shape {x.shape}. Round it in parts, or by round_to."
+        )
+    rounded, *fields = dispatch.round_seeded(
+        x,
+        rounding,
+        seed=None if key is None else random.seed_from_key(key),
+        backend=backend,
+        gradient=gradient,
+        sharding=sharding,
+    )
+    return rounded, Statistics(*fields)
+
+
 def round_down_and_up(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Gives both bfloat16 neighbours as float32, by one `pallas_call` and nothing else.
 
@@ -231,6 +291,7 @@ def make_rounding(
     random_bits: int | None = None,
     random_source: str = "hash",
     hash_values: bool = False,
+    statistics: bool = False,
 ) -> Rounding:
     """Checks arguments as `round_to` documents them, and gives what they describe."""
     to = formats.find_format(dtype)
@@ -250,6 +311,7 @@ def make_rounding(
         random_width=_random_width(random_bits),
         hash_values=hash_values,
         random_source=random_source,
+        statistics=statistics,
     )
 
 

@@ -56,6 +56,8 @@ class Rounding:
         count.
       hash_values: whether a draw depends on the element's value too, besides its place.
       random_source: "hash", or "hardware" for the chip's own generator.
+      statistics: whether, of a single mode, the fields of `statistics.Statistics` are
+        results too.
     """
 
     to: Format
@@ -65,6 +67,7 @@ class Rounding:
     random_width: int | None = None
     hash_values: bool = False
     random_source: str = "hash"
+    statistics: bool = False
 
 
 class Position(NamedTuple):

@@ -38,7 +38,8 @@ def round_seeded(
       in_place: whether the kernel's first result, float32, takes the memory of `x`.
 
     Returns:
-      One [...] `rounding.out_dtype` a mode.
+      One [...] `rounding.out_dtype` a mode; then, if `rounding` says so, the fields of
+      `statistics.Statistics`.
 
     Raises:
       ValueError: unknown or unavailable backend, a sharding that does not fit `x`,
@@ -46,18 +47,23 @@ def round_seeded(
         kernel or for draws.
     """
     x, seed = _vary_alike(x, seed)
+    options = None
     if choose_backend(backend) == "pallas":
         sharding = kernel.find_sharding(x, seed, sharding)
         x = kernel.place(x, sharding)
         options = kernel.Options(sharding=sharding, in_place=in_place)
-        return _round(x, seed, rounding, gradient, options)
-    if rounding.random_source != "hash":
+    elif rounding.random_source != "hash":
         raise ValueError(
             f'`random_source` must be "hash" for backend {backend!r}, got '
             f'"{rounding.random_source}", which only the kernel on a TPU has. Choose '
             'backend "pallas", or leave `random_source` out.'
         )
-    return _round(x, seed, rounding, gradient, None)
+    if not rounding.statistics:
+        return _round(x, seed, rounding, gradient, options)
+    # Statistics have no gradient at all, not even the zeros of a custom rule.
+    fixed = jax.lax.stop_gradient(x)
+    rounded, *fields = _round(fixed, seed, rounding, gradient, options)
+    return _with_gradient(x, rounded, rounding, gradient), *fields
 
 
 def choose_backend(backend: str) -> str:
@@ -139,15 +145,39 @@ def _round_jvp(
     primals: tuple[jax.Array, jax.Array | None],
     tangents: tuple[jax.Array, Any],
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    x, tangent = primals[0], tangents[0]
+    tangent = _tangent(primals[0], tangents[0], rounding, gradient)
+    rounded = _round(*primals, rounding, gradient, options)
+    return rounded, (tangent,) * len(rounded)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
+def _with_gradient(
+    x: jax.Array, rounded: jax.Array, rounding: Rounding, gradient: str
+) -> jax.Array:
+    """Gives `rounded` as a function of `x`, from which it was made."""
+    return rounded
+
+
+@_with_gradient.defjvp
+def _with_gradient_jvp(
+    rounding: Rounding,
+    gradient: str,
+    primals: tuple[jax.Array, jax.Array],
+    tangents: tuple[jax.Array, Any],
+) -> tuple[jax.Array, jax.Array]:
+    return primals[1], _tangent(primals[0], tangents[0], rounding, gradient)
+
+
+def _tangent(
+    x: jax.Array, tangent: jax.Array, rounding: Rounding, gradient: str
+) -> jax.Array:
     if gradient == "zero":
         tangent = jnp.zeros_like(tangent)
     if gradient == "clipped":
         wide = x if x.dtype == jnp.float64 else x.astype(jnp.float32)
         kept = abs(wide) <= jnp.asarray(rounding.to.largest_value, wide.dtype)
         tangent = jnp.where(kept, tangent, jnp.zeros_like(tangent))
-    rounded = _round(*primals, rounding, gradient, options)
-    return rounded, (tangent.astype(rounding.out_dtype),) * len(rounded)
+    return tangent.astype(rounding.out_dtype)
 
 
 # XLA operations

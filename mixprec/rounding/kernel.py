@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import batching, mlir
 
-from mixprec.rounding import platforms, random
+from mixprec.rounding import platforms, random, statistics
 from mixprec.rounding.bits import Rounding
 
 
@@ -44,18 +44,20 @@ def round_array(
 
     A batch may have words of its own for each member. It then stands before the
     dimensions of the member in both, and `strides` leave it out; where all members have
-    one `x` in common, its dimension there is 1.
+    one `x` in common, its dimension there is 1. So it is with statistics, of which each
+    member always has its own.
 
     Args:
       x: [*batch, ...] float32 or narrower without a dimension of 0.
       words: [*batch, 4] uint32: the seed, and the two words of the first element's
-        index; or None.
+        index; or, without draws, None, or [*batch, 0] for statistics of each member.
       rounding: what to make of each element.
       strides: of the element index along the dimensions of a member.
       options: how to run the kernel; the sharding is that of the result.
 
     Returns:
-      One [*batch, ...] `rounding.out_dtype` a mode.
+      One [*batch, ...] `rounding.out_dtype` a mode; then, if so chosen, [*batch] for
+      each field of the statistics.
     """
     parameters = {
         "rounding": rounding,
@@ -85,11 +87,14 @@ def _batch(
 
     Along such a batch the index stands still, so that each member draws what it draws
     alone, as on the XLA path. It stays where it lies among the dimensions, since moving
-    it may move the array in memory.
+    it may move the array in memory. For statistics, which each member has of its own,
+    it has words of its own too, if need be empty.
     """
     x, words = args if len(args) > 1 else (args[0], None)
     of_x, of_words = dimensions if len(args) > 1 else (dimensions[0], None)
     random.check_sizes_known(x.shape)
+    if rounding.statistics and of_words is None:
+        words, of_words = _words_of_each(axis_data, x, words), 0
     place = of_x
     if words is not None and of_words is not None:
         place = 0
@@ -110,6 +115,18 @@ def _batch(
         options=Options(sharding=sharding, in_place=in_place),
     )
     return rounded, (place,) * len(rounded)
+
+
+def _words_of_each(axis_data: Any, x: jax.Array, words: jax.Array | None) -> jax.Array:
+    """Gives each member of a batch `x` the words that all have in common, or none."""
+    if words is None:
+        words = jnp.zeros(0, jnp.uint32)
+    sharding = None
+    if axis_data.explicit_mesh_axis:
+        parts = (axis_data.explicit_mesh_axis, *jax.typeof(words).sharding.spec)
+        spec = jax.sharding.PartitionSpec(*parts)
+        sharding = jax.sharding.NamedSharding(jax.typeof(x).sharding.mesh, spec)
+    return jax.lax.broadcast(words, (axis_data.size,), out_sharding=sharding)
 
 
 def _sharding_of_batch(
@@ -164,12 +181,15 @@ def _on_shards(
     in_place: bool,
     sharding: jax.sharding.NamedSharding,
 ) -> tuple[jax.Array, ...]:
-    """Runs the kernel on each device's shard, with the indices of the whole array."""
+    """Runs the kernel on each device's shard, with the indices of the whole array.
+
+    Statistics are added up over the devices that share a member of the batch.
+    """
     parts = [part or None for part in _parts(sharding, x.ndim)]
     members = 0 if words is None else words.ndim - 1
 
     def on_shard(x: jax.Array, words: jax.Array | None = None) -> tuple[jax.Array, ...]:
-        if words is not None:
+        if words is not None and words.size:
             first = jnp.zeros(2, jnp.uint32)
             for dimension, axes in enumerate(parts[members:]):
                 if axes is not None:
@@ -180,7 +200,14 @@ def _on_shards(
             offset = jnp.concatenate([jnp.zeros(2, jnp.uint32), first])
             words = words + offset.reshape((1,) * members + (4,))
         local = Options(in_place=in_place)
-        return round_array(x, words, rounding=rounding, strides=strides, options=local)
+        results = round_array(
+            x, words, rounding=rounding, strides=strides, options=local
+        )
+        if not rounding.statistics:
+            return results
+        axes = tuple(jax.tree.leaves(parts[members:]))
+        of_shard = statistics.Statistics(*results[1:])
+        return results[0], *statistics.total_over_devices(of_shard, axes)
 
     spec = jax.sharding.PartitionSpec
     of_x, of_words = list(parts), [*parts[:members], None]
@@ -190,12 +217,15 @@ def _on_shards(
             if x.shape[dimension] != words.shape[dimension]:  # in common
                 of_x[dimension] = None
         arguments, in_specs = [x, words], [spec(*of_x), spec(*of_words)]
+    out_specs = [spec(*parts)] * len(rounding.modes)
+    if rounding.statistics:
+        out_specs += [spec(*parts[:members])] * len(statistics.DTYPES)
     mesh = sharding.mesh
     run_on_shards = jax.shard_map(
         on_shard,
         mesh=mesh,
         in_specs=tuple(in_specs),
-        out_specs=spec(*parts),
+        out_specs=tuple(out_specs),
         axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
         check_vma=False,  # the interpreter does not know of it
     )

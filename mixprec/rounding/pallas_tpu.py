@@ -34,6 +34,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from mixprec.rounding import elements, formats, random, tiling
 from mixprec.rounding.bits import Rounding
+from mixprec.rounding.tally import Tally
 
 _LANES = 128
 
@@ -59,13 +60,14 @@ def round_pallas(
       interpret: as for `pallas_call`.
 
     Returns:
-      One [...] `rounding.out_dtype` a mode.
+      One [...] `rounding.out_dtype` a mode; then, if so chosen, the statistics' fields.
     """
     shape = x.shape
     if not shape:  # the TPU compiler refuses blocks of rank 0
         x, strides = x.reshape(1), random.Strides((1,), (0,))
     dtype = rounding.out_dtype
     tiles = tile(x.shape, x.dtype, rounding)
+    tally = Tally(tiles) if rounding.statistics else None
     draws: _Draws | None = None
     if words is not None:
         is_hashed = rounding.random_source == "hash"
@@ -87,18 +89,24 @@ def round_pallas(
             draws=draws,
             source=source,
             as_patterns=as_patterns,
+            tally=tally,
         ),
         rounding=rounding,
+        tally=tally,
         stored_dtype=rounding.to.pattern_dtype if as_patterns else dtype,
         in_place=in_place,
         interpret=interpret,
     )
     ordered_shape = tuple(x.shape[d] for d in tiles.order)
     back = tuple(int(d) for d in np.argsort(tiles.order))
-    rounded = [y.reshape(ordered_shape).transpose(back).reshape(shape) for y in outputs]
+    rounded = [
+        y.reshape(ordered_shape).transpose(back).reshape(shape)
+        for y in outputs[: len(rounding.modes)]
+    ]
     if as_patterns:
         rounded = [jax.lax.bitcast_convert_type(y, dtype) for y in rounded]
-    return tuple(rounded)
+    fields = tally.total(outputs[len(rounded) :]) if tally else ()
+    return *rounded, *fields
 
 
 def tile(shape: tuple[int, ...], dtype: np.dtype, rounding: Rounding) -> tiling.Tiling:
@@ -106,7 +114,8 @@ def tile(shape: tuple[int, ...], dtype: np.dtype, rounding: Rounding) -> tiling.
     written = len(rounding.modes) * rounding.out_dtype.itemsize
     bytes_per_element = dtype.itemsize + written
     order = tiling.memory_order(shape or (1,), dtype.itemsize)
-    return tiling.tile(shape or (1,), bytes_per_element, order=order)
+    tiles = tiling.tile(shape or (1,), bytes_per_element, order=order)
+    return tiles.in_whole_vectors() if rounding.statistics else tiles
 
 
 def round_pallas_bare(
@@ -166,24 +175,27 @@ def _call(
     *,
     rounding: Rounding,
     stored_dtype: np.dtype,
+    tally: Tally | None = None,
     in_place: bool = False,
     interpret: Any,
 ) -> tuple[jax.Array, ...]:
-    """Runs a kernel over the blocks of an array; one output a mode."""
+    """Runs a kernel over the blocks of an array; one output a mode, two for a tally."""
     outputs = len(rounding.modes)
     # An output varies over the same manual mesh axes as the input.
     out_type = jax.ShapeDtypeStruct(
         view.shape, stored_dtype, manual_axis_type=jax.typeof(view).manual_axis_type
     )
+    sums = tally.out_types(view) if tally else ()
     is_hashed = words is not None and rounding.random_source == "hash"
     flops = elements.flops(rounding, is_hashed=is_hashed)
     accessed = view.dtype.itemsize + outputs * stored_dtype.itemsize
     return pl.pallas_call(
         kernel,
-        out_shape=(out_type,) * outputs,
+        out_shape=(out_type,) * outputs + sums,
         grid=grid,
         in_specs=[block] if words is None else [_SCALARS, block],
-        out_specs=(block,) * outputs,
+        out_specs=(block,) * outputs + (tally.out_specs() if tally else ()),
+        scratch_shapes=tally.scratch_shapes() if tally else (),
         input_output_aliases={0 if words is None else 1: 0} if in_place else {},
         compiler_params=pltpu.CompilerParams(
             # Steps are independent: the two cores of a v4 or v5p chip share them.
@@ -192,7 +204,7 @@ def _call(
         cost_estimate=pl.CostEstimate(
             flops=view.size * flops,
             transcendentals=0,
-            bytes_accessed=view.size * accessed,
+            bytes_accessed=view.size * accessed + sum(4 * y.size for y in sums),
         ),
         interpret=interpret,
         name="mixprec_round",
@@ -316,30 +328,45 @@ def _kernel(
     draws: _Draws | None,
     source: formats.Format | None,
     as_patterns: bool,
+    tally: Tally | None = None,
 ) -> None:
     """Rounds one block, of rank 1 to 3: reads `x_ref`, writes a ref for each mode.
 
-    Before `x_ref` stand the words of seed and index, if there are draws.
+    Before `x_ref` stand the words of seed and index, if there are draws; after those to
+    write, if there is a tally, its two outputs and its two accumulators.
     """
     words_ref, (x_ref, *out_refs) = (refs[0], refs[1:]) if draws else (None, refs)
+    tally_refs = [out_refs.pop(len(rounding.modes)) for _ in range(4 if tally else 0)]
     # Not inside the loop, where the interpreter does not know the step of the grid.
+    sums = None if tally is None else tally.in_block(tally_refs)
     in_strip = None
     if draws is not None:
         in_strip = draws.in_block(words_ref, x_ref.shape, rounding)
 
     def round_strip(window: tuple[Any, ...], *place_in_block: Any) -> None:
+        x = x_ref[window]
         rounded = elements.round_elements(
-            x_ref[window],
+            x,
             rounding,
             None if in_strip is None else in_strip(*place_in_block),
             source=source,
             as_patterns=as_patterns,
+            is_within=sums.is_within(x.shape, place_in_block) if sums else None,
         )
-        for out_ref, y in zip(out_refs, rounded, strict=True):
+        for out_ref, y in zip(out_refs, rounded, strict=False):
             out_ref[window] = y
+        if sums is not None:
+            sums.add(rounded[len(out_refs) :])
 
-    if x_ref.ndim == 1:
-        (length,) = x_ref.shape
+    _walk(x_ref.shape, round_strip)
+    if sums is not None:
+        sums.end()
+
+
+def _walk(block_shape: tuple[int, ...], round_strip: Callable[..., None]) -> None:
+    """Takes a block strip by strip: each by a window of a ref, and where it begins."""
+    if len(block_shape) == 1:
+        (length,) = block_shape
         strip = tiling.STRIP_ELEMENTS
 
         @pl.loop(0, length // strip)
@@ -349,7 +376,7 @@ def _kernel(
 
         return
 
-    *depth, rows, columns = x_ref.shape  # no depth where the whole array has rank 2
+    *depth, rows, columns = block_shape  # no depth where the whole array has rank 2
     strip_rows = tiling.strip_rows(columns)
     strips, rest = divmod(rows, strip_rows)
 

@@ -15,7 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import batching, mlir
 
-from mixprec.rounding import elements, pallas_gpu, pallas_tpu, random, tiling
+from mixprec.rounding import (
+    elements,
+    pallas_gpu,
+    pallas_tpu,
+    random,
+    statistics,
+    tiling,
+)
 from mixprec.rounding.bits import Rounding
 
 # By the names of `jax.default_backend`.
@@ -32,16 +39,24 @@ def primitive(name: str) -> jax.extend.core.Primitive:
         x: Any, words: Any = None, *, rounding: Rounding, **options: Any
     ) -> Any:
         types = {"dtype": rounding.out_dtype, "weak_type": False}
+        batch: tuple[int, ...] = ()
+        mesh, spec = x.sharding.mesh, tuple[str | None, ...]()
         if words is not None:
-            members = words.ndim - 1
-            types["shape"] = (*words.shape[:-1], *x.shape[members:])
+            batch = words.shape[:-1]
+            types["shape"] = (*batch, *x.shape[len(batch) :])
             of_member, of_words = x.sharding, words.sharding
-            spec = (*of_words.spec[:members], *of_member.spec[members:])
+            spec = tuple(of_words.spec[: len(batch)])
             mesh = of_words.mesh if of_member.mesh.empty else of_member.mesh
             types["sharding"] = jax.sharding.NamedSharding(
-                mesh, jax.sharding.PartitionSpec(*spec)
+                mesh, jax.sharding.PartitionSpec(*spec, *of_member.spec[len(batch) :])
             )
-        return [x.update(**types)] * len(rounding.modes)
+        rounded = [x.update(**types)] * len(rounding.modes)
+        if not rounding.statistics:
+            return rounded
+        of_batch = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+        types |= {"shape": batch, "sharding": of_batch}
+        dtypes = map(np.dtype, statistics.DTYPES)
+        return rounded + [x.update(**types | {"dtype": dtype}) for dtype in dtypes]
 
     @functools.cache
     def compiled(**options: Any) -> Any:
@@ -134,7 +149,7 @@ def _in_xla(
     _log_fallback(reason)
 
     def run(x: jax.Array, words: jax.Array | None) -> tuple[jax.Array, ...]:
-        return elements.round_array(x, words, rounding, strides)
+        return elements.round_array(x, _none_if_empty(words), rounding, strides)
 
     if words is None:
         return run(x, words)
@@ -153,7 +168,7 @@ def _each_member(
     integers_up_to: int,
     **options: Any,
 ) -> tuple[jax.Array, ...]:
-    """Rounds the members of a batch, each with its words, one after the other.
+    """Rounds the members of a batch, of which words tell, one after the other.
 
     Args:
       kernel: rounds one member, with one set of words or None.
@@ -164,7 +179,7 @@ def _each_member(
       **options: for the kernel.
     """
     if words is None or words.ndim == 1:
-        return kernel(x, words, **options)
+        return kernel(x, _none_if_empty(words), **options)
 
     def stored(y: jax.Array) -> jax.Array:
         if y.dtype.itemsize > integers_up_to:
@@ -182,8 +197,16 @@ def _each_member(
         rounded = jax.lax.map(lambda both: one(*both), (stored(x), words))
     else:
         rounded = jax.lax.map(functools.partial(one, x[0]), words)
-    dtype = options["rounding"].out_dtype
-    return tuple(jax.lax.bitcast_convert_type(y, dtype) for y in rounded)
+    rounding = options["rounding"]
+    dtypes = [rounding.out_dtype] * len(rounding.modes)
+    if rounding.statistics:
+        dtypes += map(np.dtype, statistics.DTYPES)
+    return tuple(map(jax.lax.bitcast_convert_type, rounded, dtypes))
+
+
+def _none_if_empty(words: jax.Array | None) -> jax.Array | None:
+    """Gives the words, or None if they only tell of a batch."""
+    return words if words is not None and words.size else None
 
 
 @functools.cache
@@ -247,6 +270,9 @@ def _on_nvidia(
     x: jax.Array, words: jax.Array | None = None, **options: Any
 ) -> tuple[jax.Array, ...]:
     _check_random_source(options["rounding"], "a GPU")
+    if options["rounding"].statistics:
+        reason = "the kernel for GPUs gives no statistics; XLA makes one pass of them"
+        return _in_xla(reason, x, words, **options)
     kernel = pallas_gpu.round_pallas
     return _each_member(kernel, x, words, integers_up_to=2, **options)
 

@@ -94,9 +94,9 @@ def check_sizes_known(shape: tuple[Any, ...]) -> None:
     """Raises ValueError if a dimension is symbolic, as `jax.export` can make it."""
     if not all(isinstance(size, int) for size in shape):
         raise ValueError(
-            '`x` must have a shape of known sizes for mode "stochastic" and for the '
-            f"kernel, got {shape}. Export it for each shape, or take another mode with "
-            'backend "xla".'
+            '`x` must have a shape of known sizes for mode "stochastic", for '
+            f"statistics and for the kernel, got {shape}. Export it for each shape, or "
+            'take another mode of round_to with backend "xla".'
         )
 
 

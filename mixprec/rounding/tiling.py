@@ -64,6 +64,14 @@ class Tiling:
         padded = math.prod(leading) * _round_up(last, _LANES)
         return 2 * padded * bytes_per_element
 
+    def in_whole_vectors(self) -> "Tiling":
+        """Gives the same steps with blocks of whole vectors of (8, 128) elements."""
+        if len(self.block_shape) == 1:
+            return self  # of such it is made
+        depth, rows, columns = self.block_shape
+        whole = (depth, _round_up(rows, 8), _round_up(columns, _LANES))
+        return dataclasses.replace(self, block_shape=whole)
+
 
 def tile(
     shape: tuple[int, ...],
