@@ -53,12 +53,8 @@ def test_counts_of_telling_inputs(name, backend):
         # Interpreting takes long: there each mode with one of both.
         step = 1 if backend == "xla" else 2
         for overflow in ("inf", "saturate")[which % step :: step]:
-            options = dict(mode=mode, overflow=overflow)
-            rounded, found = mixprec.round_with_statistics(
-                x, name, **options, backend=backend
-            )
-            np.testing.assert_array_equal(
-                words(rounded), words(mixprec.round_to(x, name, **options))
+            _, found = mixprec.round_with_statistics(
+                x, name, mode=mode, overflow=overflow, backend=backend
             )
             expected = rounded_by_oracle(x, name, mode, overflow)
             statistics_oracle.check(found, x, expected, name, sums=False)
@@ -69,7 +65,7 @@ def test_counts_of_telling_inputs(name, backend):
 def test_sums_of_numbers_as_in_training(name, backend):
     exponents = np.random.default_rng(1).integers(-20, 9, (70, 200))
     x = normal(70, 200) * np.exp2(exponents).astype(np.float32)
-    for mode in oracle.DETERMINISTIC:
+    for mode in oracle.DETERMINISTIC[:: 1 if backend == "xla" else 3]:
         _, found = mixprec.round_with_statistics(x, name, mode=mode, backend=backend)
         expected = rounded_by_oracle(x, name, mode, "inf")
         statistics_oracle.check(found, x, expected, name)
@@ -263,7 +259,7 @@ def test_gradient_is_that_of_the_rounded_array_alone(transform, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("axis", [0, 2])
 def test_vmap_gives_each_member_its_own(axis, backend):
     x, keys = normal(4, 4, 4), jax.random.split(KEY, 4)
 
@@ -315,7 +311,7 @@ def test_batches_of_batches_of_gradients_and_in_scan(backend):
 # Shards
 
 
-SPECS = [("a", "b"), (("a", "b"), None), (None, ("b", "a")), ("b",), ()]
+SPECS = [("a", "b"), (None, ("b", "a")), ("b",), ()]
 
 
 def place(x, spec, kind):
@@ -346,7 +342,7 @@ def test_statistics_are_of_the_whole_array(spec, kind, backend):
     assert ("all-reduce" in text) == (spec != ())
 
 
-@pytest.mark.parametrize("spec", [("a", "b"), (None, "a", "b"), ("b",), ()], ids=str)
+@pytest.mark.parametrize("spec", [("a", "b"), (None, "a", "b"), ()], ids=str)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_a_batch_can_itself_be_split(kind, spec):
     x, keys = normal(8, 8, 16), jax.random.split(KEY, 8)

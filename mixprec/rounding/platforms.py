@@ -271,7 +271,7 @@ def _on_nvidia(
 ) -> tuple[jax.Array, ...]:
     _check_random_source(options["rounding"], "a GPU")
     if options["rounding"].statistics:
-        reason = "the kernel for GPUs gives no statistics; XLA makes one pass of them"
+        reason = "the kernel for GPUs gives no statistics"
         return _in_xla(reason, x, words, **options)
     kernel = pallas_gpu.round_pallas
     return _each_member(kernel, x, words, integers_up_to=2, **options)
