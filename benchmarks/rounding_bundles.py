@@ -36,11 +36,18 @@ def functions() -> dict[str, Callable[[jax.Array], Any]]:
     """Gives the kernels to look at, by name."""
     round_to = functools.partial(mixprec.round_to, backend="pallas")
     stochastic = functools.partial(round_to, mode="stochastic", key=3)
+    with_statistics = functools.partial(mixprec.round_with_statistics, backend="pallas")
     return {
         "toward_zero": functools.partial(round_to, mode="toward_zero"),
         "nearest_even": functools.partial(round_to, mode="nearest_even"),
         "bracket": functools.partial(mixprec.round_bracket, backend="pallas"),
         "stochastic, hash": stochastic,
+        "nearest_even, statistics": functools.partial(
+            with_statistics, mode="nearest_even"
+        ),
+        "stochastic, hash, statistics": functools.partial(
+            with_statistics, mode="stochastic", key=3
+        ),
         "stochastic, hardware": functools.partial(stochastic, random_source="hardware"),
         "stochastic to float8_e4m3fn, hash": functools.partial(
             stochastic, dtype=jnp.float8_e4m3fn

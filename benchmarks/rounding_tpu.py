@@ -2,9 +2,9 @@
 
     python benchmarks/rounding_tpu.py [--generations v5e:2x2 ...]
 
-Two tables: for each shape and generation the kernel's blocks, their VMEM, and what is
+Three tables: for each shape and generation the kernel's blocks, their VMEM, and what is
 read and written beyond input and output; and where the kernel or plain XLA operations
-cost more, by the compiler's own account of bytes.
+cost more, by the compiler's own account of bytes, with statistics too.
 """
 
 import argparse
@@ -23,10 +23,11 @@ import shapes
 import tpu
 
 import mixprec
-from mixprec.rounding import tiling
+from mixprec.rounding import bits, formats, statistics, tiling
 
 _KEY = 0
 _LAYERS = ((4096, 16384), (16384, 4096))
+_BFLOAT16 = formats.find_format("bfloat16")
 _BYTES = 6  # of one element, float32 in and bfloat16 out
 
 
@@ -121,6 +122,42 @@ def cost_table(generations: list[str]) -> rich.table.Table:
     return table
 
 
+def statistics_table(generations: list[str]) -> rich.table.Table:
+    """Compiles rounding with statistics in the same pass, and not."""
+    table = rich.table.Table(
+        title="rounding to bfloat16 with statistics: bytes as a multiple of input and "
+        "output once"
+    )
+    for name in ("", "", *generations):
+        table.add_column(name, justify="right" if name in generations else "left")
+    functions = {
+        "XLA, a sum for each": _separate_sums,
+        "XLA": functools.partial(_with_statistics, "xla"),
+        "kernel": functools.partial(_with_statistics, "pallas"),
+    }
+    for shape in ((8192, 8192), (2048, 4096)):
+        x = jax.ShapeDtypeStruct(shape, jnp.float32)
+        for name, function in functions.items():
+            cells = []
+            for generation in generations:
+                compiled = tpu.compile_for(generation, jax.jit(function), x)
+                accessed = compiled.cost_analysis()["bytes accessed"]
+                cells.append(f"{accessed / _BYTES / math.prod(shape):.3f}")
+            table.add_row("x".join(map(str, shape)), name, *cells)
+    return table
+
+
+def _with_statistics(backend: str, x: jax.Array) -> Any:
+    return mixprec.round_with_statistics(x, mode="nearest_even", backend=backend)
+
+
+def _separate_sums(x: jax.Array) -> Any:
+    rounded = mixprec.round_to(x, mode="nearest_even")
+    patterns = jax.lax.bitcast_convert_type(rounded, jnp.uint16).astype(jnp.uint32)
+    parts = statistics.of_elements(bits.from_float(x), patterns, _BFLOAT16)
+    return rounded, statistics.total(parts)
+
+
 def _cost(
     generation: str,
     function: Callable[..., Any],
@@ -182,12 +219,13 @@ def _gradient(
 
 
 def main() -> None:
-    """Compiles and prints both tables."""
+    """Compiles and prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--generations", nargs="+", default=list(tpu.GENERATIONS))
     generations = parser.parse_args().generations
     console = rich.console.Console(width=170)
     console.print(cost_table(generations))
+    console.print(statistics_table(generations))
     console.print(shape_table(generations))
 
 
