@@ -366,9 +366,11 @@ def test_a_batch_can_itself_be_split(kind, spec):
             if function is without_draws and keys_in is keys:
                 continue
             expected = jax.vmap(in_xla, axes)(x, keys_in)
-            rounded, found = jax.jit(jax.vmap(function, axes))(placed, placed_in)
-            np.testing.assert_array_equal(words(rounded), words(expected[0]))
-            check_same(found, expected[1])
+            batched = jax.vmap(function, axes)
+            for run in (batched, jax.jit(batched)):
+                rounded, found = run(placed, placed_in)
+                np.testing.assert_array_equal(words(rounded), words(expected[0]))
+                check_same(found, expected[1])
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

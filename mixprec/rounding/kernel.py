@@ -121,12 +121,13 @@ def _words_of_each(axis_data: Any, x: jax.Array, words: jax.Array | None) -> jax
     """Gives each member of a batch `x` the words that all have in common, or none."""
     if words is None:
         words = jnp.zeros(0, jnp.uint32)
-    sharding = None
+    words = jax.lax.broadcast(words, (axis_data.size,))
     if axis_data.explicit_mesh_axis:
-        parts = (axis_data.explicit_mesh_axis, *jax.typeof(words).sharding.spec)
-        spec = jax.sharding.PartitionSpec(*parts)
-        sharding = jax.sharding.NamedSharding(jax.typeof(x).sharding.mesh, spec)
-    return jax.lax.broadcast(words, (axis_data.size,), out_sharding=sharding)
+        typed: Any = jax.typeof(x) if isinstance(x, jax.core.Tracer) else x
+        spec = jax.sharding.PartitionSpec(axis_data.explicit_mesh_axis)
+        sharding = jax.sharding.NamedSharding(typed.sharding.mesh, spec)
+        words = jax.sharding.reshard(words, sharding)
+    return words
 
 
 def _sharding_of_batch(
