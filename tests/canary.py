@@ -3,9 +3,9 @@
 import flax
 
 
-def moved(what):
-    """Gives the message for a failed assertion."""
+def moved(what, users="mixprec.linen and mixprec.scopes"):
+    """Gives the message for a failed assertion; `users` are the modules that lean."""
     return (
-        f"flax {flax.__version__} has moved {what}, which mixprec.linen and "
-        "mixprec.scopes lean on: adapt them, or bound flax in pyproject.toml"
+        f"flax {flax.__version__} has moved {what}, which {users} lean on: adapt them, "
+        "or bound flax in pyproject.toml"
     )

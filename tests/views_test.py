@@ -1,7 +1,11 @@
+import inspect
+
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from canary import moved
 from flax import nnx
 from oracle import TOWARD_ZERO, noisy, same_bits, toward_zero
 
@@ -138,3 +142,86 @@ def test_paths_tell_draws_apart_and_reads_of_one_call_agree():
     assert same_bits(first, again)
     assert same_bits(first[3:7], some)
     assert 0 < np.mean(np.asarray(first) == np.asarray(other)) < 1
+
+
+# What is leaned on in Flax without a promise.
+
+
+USERS = "mixprec.views and mixprec.standins"
+
+
+def test_canary_variables_keep_value_and_metadata_apart():
+    param = nnx.Param(A, tag="t")
+    assert hasattr(param, "_var_metadata"), moved("`Variable._var_metadata`", USERS)
+    assert param._var_metadata["tag"] == "t", moved("`Variable._var_metadata`", USERS)
+    assert hasattr(param, "_trace_state"), moved("`Variable._trace_state`", USERS)
+    assert hasattr(nnx.Param, "_new"), moved("`Variable._new`", USERS)
+    made = nnx.Param._new(B, {"tag": "u"})
+    found = type(made), made.get_metadata()
+    assert found == (nnx.Param, {"tag": "u"}), moved("arguments of `_new`", USERS)
+    assert made.get_raw_value() is B, moved("arguments of `_new`", USERS)
+
+
+def test_canary_a_variable_can_be_changed_only_where_it_was_made():
+    param = nnx.Param(A)
+
+    @jax.jit
+    def change(x):
+        made = nnx.Param._new(x, param.get_metadata())
+        object.__setattr__(made, "_trace_state", param._trace_state)
+        with pytest.raises(flax.errors.TraceContextError):
+            made[...] = 2 * x
+        return x
+
+    change(A)
+    assert same_bits(param[...], A)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda p: p[...],
+        lambda p: p[1:2],
+        lambda p: p.get_value(),
+        lambda p: p + 1,
+        lambda p: p.T,
+        lambda p: jnp.sin(p),
+        lambda p: np.asarray(p),
+        lambda p: p.astype(jnp.float16),
+    ],
+    ids=["all", "part", "get_value", "operator", "T", "jnp", "numpy", "method"],
+)
+def test_canary_variables_are_read_by_get_value(read):
+    asked = []
+
+    class Telling(nnx.Param):
+        def get_value(self, **kwargs):
+            asked.append(kwargs)
+            return super().get_value(**kwargs)
+
+        def __getattr__(self, name):
+            return getattr(self.get_value(), name)
+
+    read(Telling(A))
+    assert asked, moved("reads of Variables, which are not by `get_value`", USERS)
+    assert {name for kwargs in asked for name in kwargs} <= {"index"}, moved(
+        "arguments of `get_value`", USERS
+    )
+
+
+def test_canary_modules_are_pytrees_with_attributes_in_their_dict():
+    model = Pair(A)
+    assert nnx.Module._pytree__is_pytree is True, moved("`_pytree__is_pytree`", USERS)
+    names = inspect.signature(nnx.Module.__init_subclass__).parameters
+    assert "pytree" in names, moved('the class keyword "pytree"', USERS)
+    assert vars(model)["a"] is model.a, moved("attributes out of `vars`", USERS)
+    copy = object.__new__(Pair)
+    vars(copy).update(vars(model))
+    same = nnx.graphdef(copy) == nnx.graphdef(model)
+    assert same, moved("what makes a copied `vars` a module", USERS)
+
+
+def test_canary_hijax_variables_are_told_by_name():
+    param = nnx.Param(A, hijax=True)
+    name = type(param).__name__
+    assert name == "HijaxVariable", moved("`HijaxVariable`", USERS)
