@@ -1,6 +1,7 @@
 """Mixed-precision training of Flax models with rounding you can choose."""
 
-from mixprec.explain import Explanation, explain
+from mixprec.explain import explain
+from mixprec.explanation import Explanation
 from mixprec.linen import wrap_class
 from mixprec.policy import PRESETS, Policy
 from mixprec.rounding.api import (

@@ -29,7 +29,10 @@ Limits: what rounds is a method called on the instance, `model(x)`; not
 a method, `Block.__call__(block, x)` reads parameters rounded, but rounds no
 activations. Only Params and what is derived from them, such as LoRAParams, are rounded.
 A Param found at several paths has the first, as in `nnx.state`. What a method writes to
-parameters, it has computed from rounded ones (`nnx.WeightNorm`).
+parameters, it has computed from rounded ones (`nnx.WeightNorm`). Inside a method the
+Params of `nnx.state` read rounded, while the leaves of its tree are raw; gradients that
+a method itself takes by parameters come as Params that read rounded: take them outside.
+A bound method that a module keeps as an attribute stays that of the original.
 
 What else to know: a module called twice in one pass draws the same random bits for its
 activations both times, and modules without parameters draw the same in all layers of a

@@ -313,6 +313,7 @@ def _round_params(scope: flax.core.Scope, names: Path, tree: Any) -> Any:
             return leaf
 
         def round_array(x: Any) -> Any:
+            x = as_in_jit(x)
             if not is_array(x):
                 return x
             call.seen(mark).reads[below_root] = struct(x)
@@ -356,6 +357,11 @@ def _is_box(leaf: Any) -> bool:
 def is_array(leaf: Any) -> bool:
     """Tells whether a leaf of a tree is an array, and no Python number."""
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
+
+
+def as_in_jit(leaf: Any) -> Any:
+    """Gives a Python float as the array that `jit` makes of it, and all else as is."""
+    return jnp.asarray(leaf) if type(leaf) is float else leaf
 
 
 def struct(leaf: Any) -> Any:

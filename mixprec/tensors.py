@@ -38,7 +38,9 @@ def why_left_alone(rule: Rule | None, dtype: Any, size: int) -> str | None:
         return NO_RULE
     if rule.mode is None:
         return KEEP
-    name = jnp.dtype(dtype).name
+    # The dtypes of keys are no NumPy dtypes.
+    is_key = jnp.issubdtype(dtype, jax.dtypes.extended)
+    name = str(dtype) if is_key else jnp.dtype(dtype).name
     if name not in ("float32", "float64", *_HAVE_ALL_VALUES):
         return f"{name} is not rounded"
     if rule.dtype in _HAVE_ALL_VALUES.get(name, ()):
@@ -46,6 +48,20 @@ def why_left_alone(rule: Rule | None, dtype: Any, size: int) -> str | None:
     if size < rule.min_size:
         return f"below min_size={rule.min_size}"
     return None
+
+
+def carrier(rule: Rule | None, policy: Policy, dtype: Any, size: int) -> Any:
+    """Gives the dtype that a tensor has when its rule has been at it.
+
+    Args:
+      rule: that decides for it.
+      policy: that the rule is of.
+      dtype: of the tensor.
+      size: of the tensor, in elements.
+    """
+    if dtype != jnp.float32 or why_left_alone(rule, dtype, size) is not None:
+        return dtype
+    return jnp.dtype(policy.out_dtype)
 
 
 def rounding_of(
@@ -60,16 +76,16 @@ def rounding_of(
       hash_values: whether draws depend on the values too.
     """
     assert rule.mode is not None
-    carrier = jnp.dtype(policy.out_dtype if dtype == jnp.float32 else dtype)
+    carried = jnp.dtype(policy.out_dtype if dtype == jnp.float32 else dtype)
     rounding = api.make_rounding(
         rule.dtype,
         (rule.mode,),
         overflow=rule.overflow,
-        out_dtype=rule.dtype if carrier == rule.dtype else "float32",
+        out_dtype=rule.dtype if carried == rule.dtype else "float32",
         random_bits=rule.random_bits,
         hash_values=hash_values and rule.mode == "stochastic",
     )
-    return rounding, carrier
+    return rounding, carried
 
 
 def round_value(
@@ -98,7 +114,7 @@ def round_value(
     Returns:
       [...] `policy.out_dtype` if `x` is float32, else its dtype.
     """
-    rounding, carrier = rounding_of(rule, policy, x.dtype, hash_values=hash_values)
+    rounding, carried = rounding_of(rule, policy, x.dtype, hash_values=hash_values)
     stochastic = rule.mode == "stochastic"
     if stochastic and not has_key:
         x = _warn_if_differentiated(x, policy)
@@ -112,7 +128,7 @@ def round_value(
             sharding=sharding,
         )
     # What is rounded to 8 bits is a value of every wider dtype, so this is exact.
-    return rounded.astype(carrier)
+    return rounded.astype(carried)
 
 
 def round_cotangent(

@@ -25,6 +25,25 @@ from mixprec.rules import CALL, Rule, Site
 
 MARK = "_mixprec_mark"  # the name of that attribute, and in metadata
 ORIGINAL = "_mixprec_original"  # of the attribute of a wrapped class
+# Of the methods that Python calls by itself, those that compute.
+_OPERATORS = (
+    "matmul",
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "pow",
+    "mod",
+    "and",
+    "or",
+    "xor",
+)
+_CALLED = {
+    CALL,
+    "__getitem__",
+    "__neg__",
+    *(f"__{reflected}{name}__" for name in _OPERATORS for reflected in ("", "r")),
+}
 
 
 @dataclasses.dataclass(eq=False)
@@ -141,13 +160,14 @@ def methods(cls: type) -> dict[str, Any]:
     found = {}
     for name in dir(cls):
         function = inspect.getattr_static(cls, name)
-        if name.startswith("__") and name != CALL:
+        if name.startswith("__") and name not in _CALLED:
             continue
         if function is inspect.getattr_static(nnx.Module, name, None):
             continue
         # What binds to an instance: functions, also within `nnx.jit` and the like.
         kinds = (type, property, staticmethod, classmethod)
         binds = callable(function) and hasattr(function, "__get__")
+        binds = binds or isinstance(function, functools.partialmethod)
         if binds and not isinstance(function, kinds):
             found[name] = function
     return found
@@ -211,6 +231,7 @@ def _read(mark: Mark, value: Any) -> Any:
         name = jax.tree_util.keystr(keys, simple=True, separator="/")
         path = join(mark.path, name)
         forward, backward = param_rules(mark.policy, path)
+        x = scopes.as_in_jit(x)
         if not scopes.is_array(x):
             return x
         if mark.seen is not None:

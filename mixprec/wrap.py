@@ -58,7 +58,9 @@ def wrap(module: M, policy: Policy | str, *, rngs: Any = None) -> M:
 
 
 def unwrap(module: M) -> M:
-    """Gives a copy of a wrapped module that rounds nothing; of others, a plain copy.
+    """Gives a copy of a wrapped module without its wrap; of others, a plain copy.
+
+    Parts that are wrapped themselves stay so.
 
     Raises:
       TypeError: `module` is no Flax module.

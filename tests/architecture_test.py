@@ -30,6 +30,7 @@ WRAPPING = (
     "standins",
     "nnx",
     "wrap",
+    "explanation",
     "explain",
 )
 # Room -> what it may import of this project; what it may not of the libraries.

@@ -415,12 +415,13 @@ def test_on_a_gpu_xla_gives_them(caplog):
 
 @pytest.mark.gpu_compile
 @pytest.mark.parametrize("chip", gpu.CHIPS)
-@pytest.mark.parametrize("shape", [(), (5000,), (37, 300), (8192, 8192)], ids=str)
+@pytest.mark.parametrize("shape", [(5000,), (37, 300), (8192, 8192)], ids=str)
 def test_compiles_for_gpus(shape, chip):
     x = jax.ShapeDtypeStruct(shape, jnp.float32)
     for backend in BACKENDS:
         run = jax.jit(functools.partial(stochastically, backend=backend))
         compiled = gpu.compile_for(chip, run, x)
-        # One fusion reads the array; what is left are partial sums.
-        assert len(re.findall(r" fusion\(%x[.\d]*[,)]", compiled.as_text())) <= 1
-        assert compiled.memory_analysis().temp_size_in_bytes < 2**20
+        # One fusion or two read the array. Of a large one the errors are kept
+        # besides partial sums, as another fusion is to sum them up.
+        assert len(re.findall(r" fusion\(%x[.\d]*[,)]", compiled.as_text())) <= 2
+        assert compiled.memory_analysis().temp_size_in_bytes < 4 * x.size + 2**20

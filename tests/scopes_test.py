@@ -166,6 +166,43 @@ def test_paths_name_the_leaves_of_trees_and_no_boxes():
     }
 
 
+def test_python_numbers_are_rounded_as_under_jit():
+    class Scalar(nn.Module):
+        @nn.compact
+        def __call__(self):
+            return self.param("a", lambda _: 0.1), self.param("b", lambda _: 3)
+
+    module = linen.wrap(Scalar(), TOWARD_ZERO)
+    variables = module.init(KEYS[0])
+    assert variables == {"params": {"a": 0.1, "b": 3}}
+    expected = toward_zero(jnp.float32(0.1)), 3
+    assert same_bits(module.apply(variables)[0], expected[0])
+    assert module.apply(variables)[1] == 3
+    compiled = jax.jit(module.apply)(variables)
+    assert same_bits(compiled[0], expected[0])
+    assert compiled[1] == 3
+
+
+def test_keys_pass_as_they_are():
+    class Drawing(nn.Module):
+        @nn.compact
+        def __call__(self, x, key):
+            stored = self.param("key", lambda key: key)
+            return x + jax.random.normal(stored, x.shape), key
+
+    policy = Policy.from_text(
+        "params: .*=toward_zero; activations: :in=toward_zero, :out=toward_zero; "
+        "gradients: :out=to_odd, .*=to_odd"
+    )
+    module = linen.wrap(Drawing(), policy)
+    variables = module.init(KEYS[0], X, KEYS[1])
+    y, key = module.apply(variables, X, KEYS[1])
+    assert key is KEYS[1]
+    noise = jax.random.normal(variables["params"]["key"], X.shape)
+    assert same_bits(y, toward_zero(toward_zero(X) + noise))
+    jax.grad(lambda x: jnp.sum(module.apply(variables, x, KEYS[1])[0]))(X)
+
+
 def test_rules_reach_into_trees_and_moved_scopes():
     variables = CASES["trees"].variables()
     tree = variables["params"]["tree"]

@@ -1,3 +1,4 @@
+import functools
 import inspect
 
 import flax
@@ -46,6 +47,52 @@ def test_subclasses_of_params_stay_what_they_are():
 
     results = wrap(Holding(), TOWARD_ZERO)()
     assert same_bits(results, (toward_zero(2.0 * A), A))
+
+
+def test_python_numbers_and_keys_are_read_as_under_jit():
+    class Holding(nnx.Module):
+        def __init__(self):
+            self.a, self.b = nnx.Param(0.1), nnx.Param(jax.random.key(0))
+
+        def __call__(self, key):
+            return self.a.get_value(), self.b.get_value(), key
+
+    policy = (
+        "params: .*=toward_zero; activations: :in=toward_zero, :out=toward_zero; "
+        "gradients: :in=to_odd, b=to_odd"
+    )
+    model, key = wrap(Holding(), policy), jax.random.key(1)
+    for call in (model, nnx.jit(lambda key: model(key))):
+        a, b, passed = call(key)
+        assert same_bits(a, toward_zero(jnp.float32(0.1)))
+        assert (b, passed) == (jax.random.key(0), key)
+    assert model.a.get_value() == 0.1
+
+
+def test_operators_and_partial_methods_read_rounded():
+    class Holding(nnx.Module):
+        def __init__(self):
+            self.a = nnx.Param(A)
+
+        def __matmul__(self, x):
+            return self.a * x
+
+        def __rmul__(self, x):
+            return self.a + x
+
+        def __getitem__(self, place):
+            return self.a[place]
+
+        def scaled(self, by):
+            return self.a * by
+
+        doubled = functools.partialmethod(scaled, 2.0)
+
+    model, a = wrap(Holding(), TOWARD_ZERO), toward_zero(A)
+    results = model @ B, 3.0 * model, model[1], model.doubled()
+    assert same_bits(results, (a * B, a + 3.0, a[1], a * 2.0))
+    by_rule = wrap(Holding(), "activations: :__matmul__:out=toward_zero")
+    assert same_bits(by_rule @ B, toward_zero(A * B))
 
 
 def test_params_held_by_reference_are_read_rounded():
