@@ -70,6 +70,26 @@ class Model:
         return jnp.mean((y - target) ** 2), updates
 
 
+def cut(x):
+    """Rounds an array toward zero to bfloat16, by the bits, traced or not."""
+    if x.dtype != jnp.float32:
+        return x
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFF0000)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def explained(explanation):
+    """Gives path -> type and mode of the tensors that are rounded toward zero."""
+    lines = explanation.to_markdown().splitlines()
+    rows = [line.strip("| ").split(" | ") for line in lines]
+    return {row[0]: row[1:3] for row in rows if "toward_zero" in row}
+
+
+def type_of(x):
+    """Gives a float32 array's type, as `explain` writes it."""
+    return f"float32[{','.join(map(str, x.shape))}]"
+
+
 def tokens():
     return jax.random.randint(KEY, (BATCH, LENGTH), 0, VOCABULARY, jnp.int32)
 
