@@ -71,7 +71,13 @@ def wrap(module: nnx.Module, policy: Policy, rngs: Any = None) -> nnx.Module:
 
     Raises:
       TypeError: `rngs` is something else.
+      ValueError: `rngs` has neither a stream for rounding nor a default one.
     """
+    if isinstance(rngs, nnx.Rngs) and not hasattr(rngs, scopes.RNG_STREAM):
+        raise ValueError(
+            f'`rngs` must have a stream "{scopes.RNG_STREAM}" or "default", got '
+            f"{sorted(rngs)}. Write nnx.Rngs(rounding=0)."
+        )
     stream = rngs[scopes.RNG_STREAM] if isinstance(rngs, nnx.Rngs) else rngs
     if not (stream is None or isinstance(stream, nnx.RngStream)):
         raise TypeError(

@@ -580,6 +580,10 @@ def test_other_streams_are_refused(given):
         TypeError, match=r"`rngs` must be an nnx\.Rngs or nnx\.RngStream"
     ):
         wrap(make("stack"), STOCHASTIC, rngs=given)
+    with pytest.raises(
+        ValueError, match=r'"rounding" or "default", got \[\'params\'\]'
+    ):
+        wrap(make("stack"), STOCHASTIC, rngs=nnx.Rngs(params=0))
     with pytest.raises(ValueError, match="`rngs` must be left out for a Linen module"):
         wrap(nn.Dense(3), STOCHASTIC, rngs=given)
 
