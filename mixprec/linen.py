@@ -38,7 +38,7 @@ import flax.linen as nn
 import jax
 import numpy as np
 
-from mixprec import coverage, scopes, trees
+from mixprec import classes, coverage, scopes, trees
 from mixprec.policy import Policy
 from mixprec.rounding import random
 from mixprec.rules import CALL
@@ -150,15 +150,11 @@ def _wrap_original(cls: type[nn.Module], policy: Policy) -> type[nn.Module]:
         name: getattr(cls, name) for name in ("__init__", "__eq__", "__hash__")
     }
     overrides |= {
-        "__module__": cls.__module__,
-        "__qualname__": cls.__qualname__,
-        "__doc__": cls.__doc__,
         "__post_init__": _marking_post_init(cls, policy),
         "__reduce__": nn.nowrap(lambda self: (wrap, (unwrap(self), policy))),
         "apply": _rounding_apply(cls, policy),
     }
-    metaclass: Any = type(cls)
-    wrapped = metaclass(cls.__name__, (cls,), overrides)
+    wrapped = classes.subclass(cls, overrides, flax_base=nn.Module)
     _wrapped[wrapped] = (cls, policy)
     return wrapped
 

@@ -130,7 +130,7 @@ class StandIn:
         for name, value in vars(node).items():
             vars(node)[name] = self.to_originals(value)
         if vars(node).pop(views.MARK, None) and not views.is_wrapped(node):
-            object.__setattr__(node, "__class__", type(node).__bases__[0])
+            object.__setattr__(node, "__class__", getattr(type(node), views.BASE))
         return node
 
 

@@ -19,12 +19,13 @@ from typing import Any
 import jax
 from flax import nnx
 
-from mixprec import scopes, tensors
+from mixprec import classes, scopes, tensors
 from mixprec.policy import Policy
 from mixprec.rules import CALL, Rule, Site
 
 MARK = "_mixprec_mark"  # the name of that attribute, and in metadata
 ORIGINAL = "_mixprec_original"  # of the attribute of a wrapped class
+BASE = "_mixprec_base"  # and of one that rounds what passes, too
 # Of the methods that Python calls by itself, those that compute.
 _OPERATORS = (
     "matmul",
@@ -275,18 +276,12 @@ def passing_class(cls: type[nnx.Module]) -> type[nnx.Module]:
 def subclass(
     cls: type, attributes: dict[str, Any], metaclass: Any = None
 ) -> type[nnx.Module]:
-    """Gives a subclass of a class of modules that looks like it.
-
-    Args:
-      cls: the class.
-      attributes: that the subclass has besides.
-      metaclass: one derived from that of `cls`, or None for that itself.
-    """
-    names = ("__module__", "__qualname__", "__doc__")
-    attributes = attributes | {name: getattr(cls, name) for name in names}
+    """Gives a subclass of a class of NNX modules; see `classes.subclass`."""
+    attributes = attributes | {BASE: cls}
     pytree: Any = cls._pytree__is_pytree  # type: ignore[attr-defined]
-    make: Any = metaclass or type(cls)
-    return make(cls.__name__, (cls,), attributes, pytree=pytree)
+    return classes.subclass(
+        cls, attributes, flax_base=nnx.Module, metaclass=metaclass, pytree=pytree
+    )
 
 
 def _passing_method(name: str, function: Any) -> Callable[..., Any]:

@@ -23,6 +23,7 @@ WRAPPING = (
     "policy",
     "tensors",
     "trees",
+    "classes",
     "scopes",
     "coverage",
     "linen",
