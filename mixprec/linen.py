@@ -108,8 +108,13 @@ def wrap_class(cls: type[nn.Module], policy: Policy) -> type[nn.Module]:
       A subclass with the same name and fields.
 
     Raises:
-      TypeError: `cls` is no subclass of `nn.Module`.
+      TypeError: `cls` is no subclass of `nn.Module`, or `policy` is no `Policy`.
     """
+    if not isinstance(policy, Policy):
+        raise TypeError(
+            f"`policy` must be a mixprec.Policy, got {policy!r}. Read text by "
+            "Policy.from_text."
+        )
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise TypeError(
             f"`cls` must be a subclass of flax.linen.Module, got {cls!r}. "
@@ -347,7 +352,9 @@ def _interceptor(
 def _check_params(module: nn.Module, policy: Policy) -> None:
     """Raises ValueError if a rule over parameters decides for none of the module's."""
     params = _params(module)
-    if params is not None or scopes.is_initializing(_scope(module)):
+    # Where parameters can be made, as in `init`, there may be none yet.
+    can_be_made = _scope(module).is_mutable_collection("params")
+    if params is not None or scopes.is_initializing(_scope(module)) or not can_be_made:
         coverage.check_params(policy, tuple(scopes.param_paths(params or {})))
 
 

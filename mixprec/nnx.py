@@ -25,9 +25,10 @@ is part of the module's state, so that draws are fresh each step under `nnx.jit`
 policy's seed.
 
 Limits: what rounds is a method called on the instance, `model(x)`; not
-`Model.__call__(model, x)`, nor a part called from outside, `model.layers[0](x)`. Inside
-a method, `Block.__call__(block, x)` reads parameters rounded, but rounds no
-activations. Only Params and what is derived from them, such as LoRAParams, are rounded.
+`Model.__call__(model, x)`, a property, nor a part called from outside,
+`model.layers[0](x)`. Inside a method, `Block.__call__(block, x)` reads parameters
+rounded, but rounds no activations. Only Params and what is derived from them, such as
+LoRAParams, are rounded.
 A Param found at several paths has the first, as in `nnx.state`. What a method writes to
 parameters, it has computed from rounded ones (`nnx.WeightNorm`). Inside a method the
 Params of `nnx.state` read rounded, while the leaves of its tree are raw; gradients that
@@ -54,7 +55,6 @@ from mixprec.rounding import random
 from mixprec.rules import Site
 
 RNGS = "rounding_rngs"  # the attribute of a wrapped module
-_POLICY = "_mixprec_policy"  # that of a wrapped class
 
 
 def wrap(module: nnx.Module, policy: Policy, rngs: Any = None) -> nnx.Module:
@@ -114,7 +114,7 @@ def is_wrapped(module: nnx.Module) -> bool:
 
 def policy_of(module: nnx.Module) -> Policy:
     """Gives the policy of a wrapped module."""
-    return getattr(type(module), _POLICY)
+    return getattr(type(module), views.POLICY)
 
 
 def params(module: nnx.Module) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def _metaclass(base: type) -> type:
 def _reduce_class(cls: Any) -> Any:
     if views.ORIGINAL not in vars(cls):
         return cls.__qualname__  # of a class that somebody derived
-    return _wrap_class, (vars(cls)[views.ORIGINAL], vars(cls)[_POLICY])
+    return _wrap_class, (vars(cls)[views.ORIGINAL], vars(cls)[views.POLICY])
 
 
 @functools.cache
@@ -181,7 +181,7 @@ def _wrap_class(cls: type[nnx.Module], policy: Policy) -> type[nnx.Module]:
     def reduce(self: nnx.Module) -> Any:
         return _empty, (cls, policy), self.__getstate__()
 
-    attributes = {views.ORIGINAL: cls, _POLICY: policy, "__reduce__": reduce}
+    attributes = {views.ORIGINAL: cls, views.POLICY: policy, "__reduce__": reduce}
     metaclass: Any = type(cls)
     return views.subclass(cls, overrides | attributes, _metaclass(metaclass))
 

@@ -172,8 +172,14 @@ class Policy:
           fields: a mapping, such as a `ConfigDict`.
 
         Raises:
+          TypeError: `fields` is no mapping.
           ValueError: an unknown field, or a value that cannot be read.
         """
+        if not hasattr(fields, "items"):
+            raise TypeError(
+                f"`fields` must be a mapping, as `to_dict` gives, got {fields!r}. "
+                "Read text by Policy.from_text."
+            )
         read: dict[str, Any] = {}
         for name, value in fields.items():
             modes.check_choice(

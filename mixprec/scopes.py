@@ -12,6 +12,7 @@ call (`Call`: the seed) is open in the thread; the variables stay as they are.
 import dataclasses
 import functools
 import threading
+import warnings
 from collections.abc import Hashable, Iterable
 from typing import Any, NamedTuple
 
@@ -236,10 +237,11 @@ def round_passing(
     """
     mark: Mark = scope.flags[_FLAG]
     policy, site = mark.policy, Site(mark.below_root, at, method)
-    if policy.activations or policy.gradients:
-        call.seen(mark).passed[site] = jax.tree.map(struct, tree)
     forward = policy.activation_rule(site)
     backward = policy.gradient_rule(site)
+    if policy.activations or policy.gradients:
+        shapes = (forward or backward) and jax.tree.map(struct, tree)
+        call.seen(mark).passed[site] = shapes or ()
     if is_initializing(scope) or not any(r and r.mode for r in (forward, backward)):
         return tree
     is_stochastic = any(r and r.mode == "stochastic" for r in (forward, backward))
@@ -248,6 +250,7 @@ def round_passing(
 
     def round_leaf(keys: Any, y: Any) -> Any:
         if not is_array(y):
+            warn_if_hidden(site, y)
             return y
         here = Site("/".join(mark.path), at, method)
         place = "/".join((str(here), *map(_key_name, keys)))
@@ -357,6 +360,22 @@ def _is_box(leaf: Any) -> bool:
 def is_array(leaf: Any) -> bool:
     """Tells whether a leaf of a tree is an array, and no Python number."""
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
+
+
+def warn_if_hidden(site: Site, leaf: Any) -> None:
+    """Warns once if what passes at a site, and is no array, holds some."""
+    if any(map(is_array, getattr(leaf, "__dict__", {}).values())):
+        _warn_of_hidden(str(site), type(leaf).__qualname__)
+
+
+@functools.cache
+def _warn_of_hidden(site: str, name: str) -> None:
+    warnings.warn(
+        f"`{site}` passes an object of class {name}, and the arrays in it are not "
+        "rounded. Make it a tree that JAX knows, such as a flax.struct.dataclass, or "
+        "name another site in the rule.",
+        stacklevel=2,
+    )
 
 
 def as_in_jit(leaf: Any) -> Any:

@@ -34,7 +34,7 @@ class StandIn:
         self._paths = {id(node): path for path, node in found.items()}
         # Parts that are wrapped on their own are left to their own methods.
         wrapped = [path for path, node in found.items() if views.is_wrapped(node)]
-        self._theirs = tuple(f"{path}/" for path in wrapped if path)
+        self._theirs = {f"{path}/": found[path] for path in wrapped if path}
         bridges = [p for p, node in found.items() if isinstance(node, nnx.bridge.ToNNX)]
         self._linen = tuple(f"{path}/".lstrip("/") for path in bridges)
         # By id. Pairs keep both alive, or else ids would come again.
@@ -78,8 +78,13 @@ class StandIn:
         path = self._paths.get(id(node))
         if id(node) in self._copies:
             return self._copies[id(node)][1]
-        if path is None or f"{path}/".startswith(self._theirs):
-            return self._copy_wrapped(node, path) if views.is_wrapped(node) else node
+        is_theirs = path is not None and f"{path}/".startswith(tuple(self._theirs))
+        if views.is_wrapped(node) and (is_theirs or path is None):
+            return self._copy_wrapped(node, path)
+        if is_theirs:
+            self._check_not_tied(node)
+        if is_theirs or path is None:
+            return node
         mark = dataclasses.replace(self._mark, path=path)
         if isinstance(node, nnx.Variable):
             if not (isinstance(node, nnx.Param) and views.is_selected(node, mark)):
@@ -105,6 +110,25 @@ class StandIn:
         if is_passing:
             vars(copy)[views.MARK] = mark
         return copy
+
+    def _check_not_tied(self, node: Any) -> None:
+        """Raises ValueError if a part that is wrapped on its own rounds `node`."""
+        is_variable = isinstance(node, nnx.Variable)
+        within = [node] if is_variable else [at for _, at in views.nodes(node)]
+        for param in within:
+            path = self._paths.get(id(param), "")
+            theirs = max(filter(path.startswith, self._theirs), key=len, default=None)
+            if theirs is None or not isinstance(param, nnx.Param):
+                continue
+            policy = getattr(type(self._theirs[theirs]), views.POLICY)
+            below = path[len(theirs) :]
+            mark = dataclasses.replace(self._mark, policy=policy, path=below)
+            if views.is_selected(param, mark):
+                raise ValueError(
+                    f"`{path}` must be read by the wrapped part `{theirs[:-1]}` alone, "
+                    "or else by others it would not be rounded, got a module in which "
+                    "they are tied. Wrap the whole, and not that part."
+                )
 
     def _copy_wrapped(self, node: nnx.Module, path: str | None) -> nnx.Module:
         copy = object.__new__(type(node))

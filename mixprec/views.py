@@ -25,7 +25,8 @@ from mixprec.rules import CALL, Rule, Site
 
 MARK = "_mixprec_mark"  # the name of that attribute, and in metadata
 ORIGINAL = "_mixprec_original"  # of the attribute of a wrapped class
-BASE = "_mixprec_base"  # and of one that rounds what passes, too
+POLICY = "_mixprec_policy"  # and of its policy
+BASE = "_mixprec_base"  # of the attribute of a class that rounds what passes, too
 # Of the methods that Python calls by itself, those that compute.
 _OPERATORS = (
     "matmul",
@@ -297,9 +298,10 @@ def _passing_method(name: str, function: Any) -> Callable[..., Any]:
 def _round_passing(module: nnx.Module, at: str, method: str, tree: Any) -> Any:
     mark: Mark = vars(module)[MARK]
     site = Site(mark.path, at, method)
-    if mark.seen is not None:
-        mark.seen.passed[site] = jax.tree.map(scopes.struct, tree, is_leaf=is_node)
     both = site_rules(mark.policy, site)
+    if mark.seen is not None:
+        shapes = any(both) and jax.tree.map(scopes.struct, tree, is_leaf=is_node)
+        mark.seen.passed[site] = shapes or ()
     if not any(rule and rule.mode for rule in both):
         return tree
     # Layers of a scan and members of a vmap have place and index in common; what
@@ -309,6 +311,7 @@ def _round_passing(module: nnx.Module, at: str, method: str, tree: Any) -> Any:
 
     def round_leaf(keys: Any, x: Any) -> Any:
         if not scopes.is_array(x):
+            scopes.warn_if_hidden(site, x)
             return x
         name = jax.tree_util.keystr(keys, simple=True, separator="/")
         # Not the values: they may differ in the last bit between a forward pass and its

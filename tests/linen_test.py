@@ -449,6 +449,10 @@ def test_modules_with_a_parent_or_bound_are_refused():
 def test_what_is_no_class_of_modules_is_refused(cls):
     with pytest.raises(TypeError, match="`cls` must be a subclass of flax"):
         linen.wrap_class(cls, TOWARD_ZERO)
+    with pytest.raises(
+        TypeError, match="`policy` must be a mixprec.Policy, got 'params"
+    ):
+        linen.wrap_class(nn.Dense, "params: .*=toward_zero")
 
 
 # Wrapped modules in others.
@@ -553,6 +557,25 @@ def test_rules_over_parameters_must_match_at_init_and_apply(transform):
         transform(wrapped.init)(KEYS[0], X)
     with pytest.raises(ValueError, match=message):
         transform(wrapped.apply)(CASES["compact"].variables(), X)
+
+
+def test_rules_over_parameters_of_a_module_without_are_refused():
+    class Without(nn.Module):
+        def __call__(self, x):
+            return 2 * x
+
+    module = linen.wrap(Without(), TOWARD_ZERO)
+    for call in (module.init, module.apply):
+        with pytest.raises(ValueError, match=r"'\.\*', which matches none of 0"):
+            call({}, X)
+
+
+def test_parameters_can_be_made_by_apply():
+    module = linen.wrap(nn.Dense(3), TOWARD_ZERO)
+    y, made = module.apply({}, X, rngs={"params": KEYS[0]}, mutable=["params"])
+    kernel = module.init(KEYS[0], X)["params"]["kernel"]
+    assert same_bits(made["params"]["kernel"], kernel)
+    assert y.shape == (*X.shape[:-1], 3)
 
 
 def test_rules_over_activations_must_match_at_init_and_apply():

@@ -211,6 +211,9 @@ def test_what_is_no_text_is_refused():
         ValueError, match="`params` must be rules as text, .*, got \\(\\)"
     ):
         Policy.from_dict({"params": ()})
+    for given in (None, [], "params: a=keep"):
+        with pytest.raises(TypeError, match="`fields` must be a mapping"):
+            Policy.from_dict(given)
     with pytest.raises(ValueError, match="`field` must be one of .*, got 'prams'"):
         Policy.from_dict({"prams": "a=keep"})
 

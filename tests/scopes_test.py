@@ -183,6 +183,35 @@ def test_python_numbers_are_rounded_as_under_jit():
     assert compiled[1] == 3
 
 
+def test_arrays_that_jax_does_not_know_of_are_told():
+    class Result:
+        def __init__(self, y):
+            self.y = y
+
+    class Hiding(nn.Module):
+        def __call__(self, x):
+            return Result(x), None, 3, "text"
+
+    module = linen.wrap(Hiding(), Policy.from_text("activations: :out=toward_zero"))
+    with pytest.warns(UserWarning, match="`:out` passes an object of class .*Result"):
+        assert same_bits(module.apply({}, X)[0].y, X)
+
+
+def test_what_no_rule_rounds_need_be_no_tree():
+    class Mixed(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            y = nn.Dense(3)(x)
+            return {1: y, "a": y}
+
+    module = linen.wrap(Mixed(), Policy.from_text("activations: Dense_0=toward_zero"))
+    variables = module.init(KEYS[0], X)
+    expected = toward_zero(Mixed().apply(variables, X)[1])
+    found = module.apply(variables, X)
+    assert list(found) == [1, "a"]
+    assert same_bits(list(found.values()), [expected, expected])
+
+
 def test_keys_pass_as_they_are():
     class Drawing(nn.Module):
         @nn.compact

@@ -18,6 +18,32 @@ class Part(nnx.Module):
         return self.a[...]
 
 
+class Tied(nnx.Module):
+    """Reads a parameter of a wrapped part, by another part too."""
+
+    def __init__(self, part, holder):
+        self.inner = part
+        self.other = holder(part)
+
+    def __call__(self):
+        return self.inner(), self.other()
+
+
+def held_again(part):
+    other = Part()
+    other.a = part.a
+    return other
+
+
+def test_parameters_of_a_wrapped_part_are_refused_elsewhere():
+    part = wrap(Part(), TOWARD_ZERO)
+    model = wrap(Tied(part, held_again), "params: .*=nearest_even")
+    with pytest.raises(ValueError, match="`inner/a` must be read by .* `inner` alone"):
+        model()
+    kept = wrap(Tied(wrap(Part(), "activations: .*=to_odd"), held_again), TOWARD_ZERO)
+    assert same_bits(kept()[1], A)
+
+
 class Whole(nnx.Module):
     """Runs what a test asks for, as one of its methods."""
 

@@ -95,6 +95,20 @@ def test_operators_and_partial_methods_read_rounded():
     assert same_bits(by_rule @ B, toward_zero(A * B))
 
 
+def test_arrays_that_jax_does_not_know_of_are_told():
+    class Out:
+        def __init__(self, y):
+            self.y = y
+
+    class Holding(nnx.Module):
+        def __call__(self, x):
+            return Out(x), None, 3, "text"
+
+    model = wrap(Holding(), "activations: :out=toward_zero")
+    with pytest.warns(UserWarning, match="`:out` passes an object of class .*Out"):
+        assert same_bits(model(A)[0].y, A)
+
+
 def test_params_held_by_reference_are_read_rounded():
     class Holding(nnx.Module):
         def __init__(self):
