@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import os
+import re
 from typing import Any
 
 import flax.linen as nn
@@ -80,7 +81,7 @@ def cut(x):
 
 def explained(explanation):
     """Gives path -> type and mode of the tensors that are rounded toward zero."""
-    lines = explanation.to_markdown().splitlines()
+    lines = re.sub(r"\\(.)", r"\1", explanation.to_markdown()).splitlines()
     rows = [line.strip("| ").split(" | ") for line in lines]
     return {row[0]: row[1:3] for row in rows if "toward_zero" in row}
 
