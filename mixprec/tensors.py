@@ -59,9 +59,12 @@ def carrier(rule: Rule | None, policy: Policy, dtype: Any, size: int) -> Any:
       dtype: of the tensor.
       size: of the tensor, in elements.
     """
-    if dtype != jnp.float32 or why_left_alone(rule, dtype, size) is not None:
-        return dtype
-    return jnp.dtype(policy.out_dtype)
+    is_kept = why_left_alone(rule, dtype, size) is not None
+    return dtype if is_kept else _carried(policy, dtype)
+
+
+def _carried(policy: Policy, dtype: Any) -> Any:
+    return jnp.dtype(policy.out_dtype if dtype == jnp.float32 else dtype)
 
 
 def rounding_of(
@@ -76,7 +79,7 @@ def rounding_of(
       hash_values: whether draws depend on the values too.
     """
     assert rule.mode is not None
-    carried = jnp.dtype(policy.out_dtype if dtype == jnp.float32 else dtype)
+    carried = _carried(policy, dtype)
     rounding = api.make_rounding(
         rule.dtype,
         (rule.mode,),
