@@ -11,15 +11,13 @@ import sys
 import traceback
 
 import flax.linen as nn
-import jax
-import jax.numpy as jnp
 import rich.console
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
 import mixprec
 import models
-from mixprec.training import checkpoint, data, loop, sample, state
+from mixprec.training import checkpoint, data, loop, sample, sharding, state
 
 HERE = pathlib.Path(__file__).resolve().parent
 
@@ -52,6 +50,7 @@ def build_run(config: ConfigDict) -> loop.RunConfig:
         dataset=data.load(data.DataConfig(**config.data), seed=config.seed),
         optimizer=state.OptimizerConfig(**config.optimizer),
         train=loop.LoopConfig(**config.train),
+        layout=sharding.make_layout(sharding.MeshConfig(**config.mesh)),
         checkpoint=checkpoint.CheckpointConfig(**config.checkpoint),
         sample=sample.SampleConfig(**config.sample),
         resolved=json.loads(config.to_json()),
@@ -60,8 +59,7 @@ def build_run(config: ConfigDict) -> loop.RunConfig:
 
 def explain(model: nn.Module, run: loop.RunConfig) -> mixprec.Explanation:
     """Gives the table of what is rounded in one microbatch; computes nothing."""
-    shape = (run.microbatch_size, run.dataset.config.sequence_length)
-    return mixprec.explain(model, jax.ShapeDtypeStruct(shape, jnp.int32))
+    return mixprec.explain(model, run.microbatch)
 
 
 def make_console() -> rich.console.Console:

@@ -51,6 +51,20 @@ def get_config() -> ml_collections.ConfigDict:
     # Of draws outside training, where no key is passed: validation and sample.
     config.policy.seed = 0
     config.policy.backend = "auto"  # "auto", "xla" or "pallas"
+    # Axes of the mesh over which a parameter is gathered once its shard is rounded.
+    config.policy.gather = "fsdp"
+
+    config.mesh = ml_collections.ConfigDict()
+    # Devices along each axis; together they are all devices; -1 for what is left.
+    config.mesh.data = -1  # copies of the parameters, each with a part of the batch
+    config.mesh.fsdp = 1  # parts of parameters and optimizer state, and of the batch
+    config.mesh.tensor = 1  # parts of heads, MLPs and vocabulary
+    config.mesh.sequence = 1  # parts of each sequence
+    # Name of an array's axis = axes of the mesh that split it, joined by "+".
+    config.mesh.rules = (
+        "batch=data+fsdp, length=sequence, embed=fsdp, heads=tensor, kv_heads=tensor, "
+        "mlp=tensor, vocab=tensor, layers="
+    )
 
     config.optimizer = ml_collections.ConfigDict()
     config.optimizer.learning_rate = 3e-3  # at its peak

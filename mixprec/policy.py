@@ -3,7 +3,7 @@
 The text of a policy, each part of which may be left out:
 
     params: RULES; activations: RULES; gradients: RULES;
-    out_dtype=DTYPE; seed=NUMBER; backend=BACKEND
+    out_dtype=DTYPE; seed=NUMBER; backend=BACKEND; gather=AXIS+AXIS
 
 `mixprec.rules` has the text of rules.
 """
@@ -61,6 +61,9 @@ class Policy:
       seed: an integer from 0 to 2**64 - 1; of stochastic draws in calls that are given
         no `rounding` random stream.
       backend: "auto", "pallas" or "xla", as for `mixprec.round_to`.
+      gather: axes of the mesh over which a parameter is gathered in the format that its
+        shard has been rounded to, where its partitioning box says that they split it;
+        as text joined by "+".
 
     Raises:
       TypeError: `params`, `activations` or `gradients` holds no Rules.
@@ -80,10 +83,12 @@ class Policy:
     out_dtype: str = "float32"
     seed: int = 0
     backend: str = "auto"
+    gather: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in SECTIONS:
             object.__setattr__(self, name, _rules(name, getattr(self, name)))
+        object.__setattr__(self, "gather", _axes(self.gather))
         for name, allowed in (("out_dtype", OUT_DTYPES), ("backend", BACKENDS)):
             value = getattr(self, name)
             # A NumPy dtype equals its name, but has another hash.
@@ -124,9 +129,8 @@ class Policy:
             value = getattr(self, field.name)
             if value == field.default:
                 continue
-            is_section = field.name in SECTIONS
-            text = ", ".join(map(str, value)) if is_section else value
-            parts.append(f"{field.name}{': ' if is_section else '='}{text}")
+            sign = ": " if field.name in SECTIONS else "="
+            parts.append(f"{field.name}{sign}{_as_text(field.name, value)}")
         return "; ".join(parts)
 
     @classmethod
@@ -160,9 +164,8 @@ class Policy:
 
     def to_dict(self) -> dict[str, Any]:
         """Gives all fields for JSON or `ml_collections`, sections of rules as texts."""
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        texts = {name: ", ".join(map(str, fields[name])) for name in SECTIONS}
-        return {**fields, **texts}
+        names = [field.name for field in dataclasses.fields(self)]
+        return {name: _as_text(name, getattr(self, name)) for name in names}
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "Policy":
@@ -196,6 +199,25 @@ class Policy:
                 value = int(value)
             read[name] = value
         return cls(**read)
+
+
+def _axes(given: Any) -> tuple[str, ...]:
+    split = given.split("+") if isinstance(given, str) and given else given
+    axes = tuple(split) if isinstance(split, Iterable) else (split,)
+    names = [axis.strip() for axis in axes if isinstance(axis, str)]
+    if len(names) < len(axes) or not all(map(str.isidentifier, names)):
+        raise ValueError(
+            f"`gather` must be names of mesh axes joined by '+', got {given!r}. Leave "
+            "it out to gather what the module computes with."
+        )
+    return tuple(names)
+
+
+def _as_text(name: str, value: Any) -> Any:
+    """Gives a field as it stands in a text; numbers and names as they are."""
+    if name in SECTIONS:
+        return ", ".join(map(str, value))
+    return "+".join(value) if name == "gather" else value
 
 
 def _rules(name: str, given: Any) -> tuple[Rule, ...]:

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.core import meta
 
-from mixprec import tensors, trees
+from mixprec import shards, tensors, trees
 from mixprec.policy import Policy
 from mixprec.rounding import random
 from mixprec.rules import Site
@@ -314,6 +314,7 @@ def _round_params(scope: flax.core.Scope, names: Path, tree: Any) -> Any:
         backward = policy.gradient_rule(Site(below_root))
         if forward is None and backward is None:
             return leaf
+        sharding = shards.sharding_of(leaf)
 
         def round_array(x: Any) -> Any:
             x = as_in_jit(x)
@@ -330,27 +331,23 @@ def _round_params(scope: flax.core.Scope, names: Path, tree: Any) -> Any:
                 policy,
                 place=place,
                 hash_values=True,
-                sharding=_sharding_of(leaf),
+                sharding=sharding,
                 **how,
             )
 
         # If the leaf is a partitioning box, the box stays.
-        return jax.tree.map(round_array, leaf)
+        rounded = jax.tree.map(round_array, leaf)
+        gathered = shards.without_axes(sharding, policy.gather)
+        is_left = (
+            tensors.why_left_alone(forward, leaf.value.dtype, leaf.value.size)
+            if gathered
+            else None
+        )
+        if gathered and not is_left:
+            return shards.rebox(rounded, gathered)
+        return rounded
 
     return trees.map_leaves(round_leaf, tree, is_leaf=_is_box)
-
-
-def _sharding_of(leaf: Any) -> jax.sharding.NamedSharding | None:
-    """Gives how a parameter is split, if its partitioning box and the mesh tell."""
-    if not isinstance(leaf, meta.Partitioned):
-        return None
-    mesh = leaf.mesh or jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.manual_axes:  # inside shard_map it is a shard already
-        return None
-    spec = jax.sharding.PartitionSpec(*leaf.names)
-    if isinstance(leaf, nn.LogicallyPartitioned):
-        spec = nn.logical_to_mesh_axes(leaf.names, leaf.rules) or spec
-    return jax.sharding.NamedSharding(mesh, spec)
 
 
 def _is_box(leaf: Any) -> bool:

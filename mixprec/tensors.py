@@ -1,5 +1,6 @@
 """One tensor of a module, rounded as a rule says: its values, or its cotangent."""
 
+import dataclasses
 import functools
 import warnings
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from mixprec import shards
 from mixprec.policy import Policy
 from mixprec.rounding import api, dispatch, formats, random
 from mixprec.rounding.bits import Rounding
@@ -118,18 +120,24 @@ def round_value(
       [...] `policy.out_dtype` if `x` is float32, else its dtype.
     """
     rounding, carried = rounding_of(rule, policy, x.dtype, hash_values=hash_values)
+    gathered = shards.without_axes(sharding, policy.gather)
+    if gathered is not None:
+        rounding = dataclasses.replace(rounding, out_dtype=jnp.dtype(rule.dtype))
     stochastic = rule.mode == "stochastic"
     if stochastic and not has_key:
         x = _warn_if_differentiated(x, policy)
     # So that a profile, and the compiled program, tell which tensor it is.
     with jax.named_scope(f"{SCOPE}({place})"):
         (rounded,) = dispatch.round_seeded(
-            x,
+            x if gathered is None else jax.lax.stop_gradient(x),
             rounding,
             seed=random.fold_in_path(seed, place) if stochastic else None,
             backend=policy.backend,
             sharding=sharding,
         )
+    if gathered is not None:
+        assert sharding is not None
+        return shards.gather(x, rounded, carried, sharding, gathered)
     # What is rounded to 8 bits is a value of every wider dtype, so this is exact.
     return rounded.astype(carried)
 

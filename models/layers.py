@@ -1,12 +1,14 @@
 """The parts of a transformer layer: norm, attention with rotary positions, MLP.
 
 Shape suffixes: B batch, T positions, D width, N query heads, K key-value heads,
-H head size, F width inside the MLP.
+H head size, M all heads, F width inside the MLP.
 
-Every parameter is float32 and carries the logical names of its axes. Products and
-activations are in the layer's `dtype`.
+Every parameter is float32 and carries the logical names of its axes, as activations do
+where several devices may share them. Products and activations are in the layer's
+`dtype`.
 """
 
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -87,38 +89,30 @@ class Attention(nn.Module):
         """Gives [B, T, D] `dtype`."""
         width = x_BTD.shape[-1]
         head_size = width // self.num_heads
+        dense = functools.partial(_dense, self.dtype)
 
-        def project(name: str, heads: int, axis: str) -> jax.Array:
-            init = nn.with_logical_partitioning(
-                _kernel_init, ("embed", axis, "head_dim")
+        def project(name: str, heads: int, axis: str, length: str | None) -> jax.Array:
+            projected = dense(name, heads * head_size, _kernel_init, ("embed", axis))(
+                x_BTD
             )
-            return nn.DenseGeneral(
-                (heads, head_size),
-                use_bias=False,
-                kernel_init=init,
-                dtype=self.dtype,
-                name=name,
-            )(x_BTD)
+            return nn.with_logical_constraint(
+                projected.reshape(*x_BTD.shape[:2], heads, head_size),
+                ("batch", length, axis, None),
+            )
 
-        query_BTNH = project("query", self.num_heads, "heads")
-        key_BTKH = project("key", self.num_kv_heads, "kv_heads")
-        value_BTKH = project("value", self.num_kv_heads, "kv_heads")
+        query_BTNH = project("query", self.num_heads, "heads", "length")
+        # Queries look at keys of all positions.
+        key_BTKH = project("key", self.num_kv_heads, "kv_heads", None)
+        value_BTKH = project("value", self.num_kv_heads, "kv_heads", None)
         mixed_BTNH = jax.nn.dot_product_attention(
             rotate(query_BTNH, self.rope_theta),
             rotate(key_BTKH, self.rope_theta),
             value_BTKH,
             is_causal=True,
         )
-        return nn.DenseGeneral(
-            width,
-            axis=(-2, -1),
-            use_bias=False,
-            kernel_init=nn.with_logical_partitioning(
-                _scaled(self.out_scale), ("heads", "head_dim", "embed")
-            ),
-            dtype=self.dtype,
-            name="out",
-        )(mixed_BTNH)
+        mixed_BTM = mixed_BTNH.reshape(*x_BTD.shape[:2], width)
+        out = dense("out", width, _scaled(self.out_scale), ("heads", "embed"))
+        return out(mixed_BTM)
 
 
 class MLP(nn.Module):
@@ -137,21 +131,27 @@ class MLP(nn.Module):
     @nn.compact
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """Gives [B, T, D] `dtype`."""
-
-        def dense(name: str, width: int, init: Any, axes: tuple[str, str]) -> nn.Dense:
-            return nn.Dense(
-                width,
-                use_bias=False,
-                kernel_init=nn.with_logical_partitioning(init, axes),
-                dtype=self.dtype,
-                name=name,
-            )
-
+        dense = functools.partial(_dense, self.dtype)
         inward, outward = ("embed", "mlp"), ("mlp", "embed")
         gate_BTF = dense("gate", self.hidden_width, _kernel_init, inward)(x_BTD)
         up_BTF = dense("up", self.hidden_width, _kernel_init, inward)(x_BTD)
+        hidden_BTF = nn.with_logical_constraint(
+            nn.silu(gate_BTF) * up_BTF, ("batch", "length", "mlp")
+        )
         down = dense("down", x_BTD.shape[-1], _scaled(self.out_scale), outward)
-        return down(nn.silu(gate_BTF) * up_BTF)
+        return down(hidden_BTF)
+
+
+def _dense(
+    dtype: Any, name: str, width: int, init: Any, axes: tuple[str, str]
+) -> nn.Dense:
+    return nn.Dense(
+        width,
+        use_bias=False,
+        kernel_init=nn.with_logical_partitioning(init, axes),
+        dtype=dtype,
+        name=name,
+    )
 
 
 def _scaled(scale: float) -> Any:

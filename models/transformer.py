@@ -104,8 +104,8 @@ class Layer(nn.Module):
         def norm(name: str) -> layers.RMSNorm:
             return layers.RMSNorm(config.norm_epsilon, dtype, name=name)
 
-        x_BTD = x_BTD + attention(norm("attention_norm")(x_BTD))
-        return x_BTD + mlp(norm("mlp_norm")(x_BTD)), None
+        x_BTD = _split(x_BTD + attention(norm("attention_norm")(x_BTD)))
+        return _split(x_BTD + mlp(norm("mlp_norm")(x_BTD))), None
 
 
 class Transformer(nn.Module):
@@ -134,7 +134,7 @@ class Transformer(nn.Module):
             dtype=dtype,
             name="embed",
         )
-        x_BTD = embed(tokens_BT)
+        x_BTD = _split(embed(tokens_BT))
         x_BTD, _ = _scanned_layers(config)(config, name="layers")(x_BTD, None)
         x_BTD = layers.RMSNorm(config.norm_epsilon, dtype, name="final_norm")(x_BTD)
         if config.tie_embeddings:
@@ -149,7 +149,16 @@ class Transformer(nn.Module):
                 dtype=dtype,
                 name="head",
             )(x_BTD)
+        logits_BTV = nn.with_logical_constraint(
+            logits_BTV, ("batch", "length", "vocab")
+        )
         return logits_BTV.astype(jnp.float32)
+
+
+def _split(x_BTD: jax.Array) -> jax.Array:
+    # Not by "embed", as parameters are: the devices that share a width's parameters are
+    # those that share the batch.
+    return nn.with_logical_constraint(x_BTD, ("batch", "length", None))
 
 
 def _scanned_layers(config: TransformerConfig) -> type[nn.Module]:

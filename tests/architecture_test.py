@@ -21,6 +21,7 @@ MOST_FUNCTION_LINES = 60
 WRAPPING = (
     "rules",
     "policy",
+    "shards",
     "tensors",
     "trees",
     "classes",
@@ -60,7 +61,17 @@ ROOMS = {
     "train.py": (("mixprec", "models"), ()),
 }
 # Bottom to top: a file may import those before it.
-TRAINING = ("state", "metrics", "step", "data", "checkpoint", "sample", "loop")
+TRAINING = (
+    "program",
+    "sharding",
+    "state",
+    "metrics",
+    "step",
+    "data",
+    "checkpoint",
+    "sample",
+    "loop",
+)
 
 
 def imports(path):

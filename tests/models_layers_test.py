@@ -74,12 +74,12 @@ def test_attention_weights_each_earlier_position(num_kv_heads):
     )
     x = normal(2, 5, 16)
     params = nn.meta.unbox(module.init(jax.random.key(0), x))["params"]
-    assert params["key"]["kernel"].shape == (16, num_kv_heads, 4)
+    assert params["key"]["kernel"].shape == (16, num_kv_heads * 4)
     p = {name: np.asarray(leaf["kernel"], np.float64) for name, leaf in params.items()}
     wide = np.asarray(x, np.float64)
 
     def heads(name):
-        return np.einsum("btd,dnh->btnh", wide, p[name])
+        return (wide @ p[name]).reshape(2, 5, -1, 4)
 
     query = rotate_by_complex_numbers(heads("query"), 100.0)
     key = rotate_by_complex_numbers(heads("key"), 100.0)
@@ -92,7 +92,7 @@ def test_attention_weights_each_earlier_position(num_kv_heads):
                 scores = key[b, : t + 1, shared] @ query[b, t, n] / np.sqrt(4)
                 weights = np.exp(scores - scores.max())
                 mixed[b, t, n] = weights / weights.sum() @ value[b, : t + 1, shared]
-    expected = np.einsum("btnh,nhd->btd", mixed, p["out"])
+    expected = mixed.reshape(2, 5, 16) @ p["out"]
     np.testing.assert_allclose(
         module.apply({"params": params}, x), expected, rtol=0, atol=1e-5
     )

@@ -80,14 +80,17 @@ def reference_attention(x, p, config):
     total = 0
     for n in range(config.num_heads):
         shared = n * config.num_kv_heads // config.num_heads
-        query = turned(x @ p["attention/query/kernel"][:, n])
-        key = turned(x @ p["attention/key/kernel"][:, shared])
-        value = x @ p["attention/value/kernel"][:, shared]
+        own, common = (
+            slice(head * head_size, (head + 1) * head_size) for head in (n, shared)
+        )
+        query = turned(x @ p["attention/query/kernel"][:, own])
+        key = turned(x @ p["attention/key/kernel"][:, common])
+        value = x @ p["attention/value/kernel"][:, common]
         scores = query @ key.T / np.sqrt(head_size)
         scores[np.triu_indices(length, 1)] = -np.inf
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)
-        total = total + weights @ value @ p["attention/out/kernel"][n]
+        total = total + weights @ value @ p["attention/out/kernel"][own]
     return total
 
 
@@ -156,10 +159,10 @@ def test_parameters_have_their_documented_paths_and_named_axes():
     assert shapes == {
         "embed/embedding": (23, 16),
         "layers/attention_norm/scale": (3, 16),
-        "layers/attention/query/kernel": (3, 16, 4, 4),
-        "layers/attention/key/kernel": (3, 16, 2, 4),
-        "layers/attention/value/kernel": (3, 16, 2, 4),
-        "layers/attention/out/kernel": (3, 4, 4, 16),
+        "layers/attention/query/kernel": (3, 16, 16),
+        "layers/attention/key/kernel": (3, 16, 8),
+        "layers/attention/value/kernel": (3, 16, 8),
+        "layers/attention/out/kernel": (3, 16, 16),
         "layers/mlp_norm/scale": (3, 16),
         "layers/mlp/gate/kernel": (3, 16, 20),
         "layers/mlp/up/kernel": (3, 16, 20),

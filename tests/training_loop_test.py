@@ -2,6 +2,7 @@ import dataclasses
 import io
 import json
 
+import layouts
 import numpy as np
 import pytest
 import rich.console
@@ -41,7 +42,7 @@ def corpus(tmp_path):
     return folder
 
 
-def make_config(corpus, *, steps=12, **train):
+def make_config(corpus, *, steps=12, layout=None, **train):
     options = dict(
         steps=steps,
         microbatches=2,
@@ -62,6 +63,7 @@ def make_config(corpus, *, steps=12, **train):
         ),
         optimizer=OPTIMIZER,
         train=loop.LoopConfig(**options | train),
+        layout=layout or layouts.make(),
         checkpoint=checkpoint.CheckpointConfig(every=4, keep_last=2, keep_best=1),
         sample=sample.SampleConfig(prompt="the", length=5, temperature=1.0),
         resolved={"model": {"width": 16}, "data": {"path": str(corpus)}, "seed": 1},

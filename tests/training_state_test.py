@@ -3,6 +3,7 @@ import math
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import layouts
 import numpy as np
 import pytest
 
@@ -86,7 +87,8 @@ def test_gradient_of_a_greater_norm_is_scaled_down():
 def test_initial_state_holds_unboxed_float32_masters_at_step_0():
     model = Model()
     optimizer = state.make_optimizer(state.OptimizerConfig(**OPTIONS), steps=100)
-    first = state.init_state(model, optimizer, seed=3, sequence_length=5)
+    layout = layouts.one_device("out")
+    first = state.init_state(model, optimizer, layout, seed=3, sequence_length=5)
     assert first.step == 0
     assert first.step.dtype == jnp.int32
     expected = nn.meta.unbox(
@@ -104,7 +106,11 @@ def test_master_weights_that_are_not_float32_are_refused():
     optimizer = state.make_optimizer(state.OptimizerConfig(**OPTIONS), steps=100)
     with pytest.raises(TypeError, match=r"head.*must be float32, got bfloat16"):
         state.init_state(
-            Model(param_dtype=jnp.bfloat16), optimizer, seed=0, sequence_length=5
+            Model(param_dtype=jnp.bfloat16),
+            optimizer,
+            layouts.one_device("out"),
+            seed=0,
+            sequence_length=5,
         )
 
 

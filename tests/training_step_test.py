@@ -5,6 +5,7 @@ import re
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import layouts
 import numpy as np
 import optax
 import pytest
@@ -26,7 +27,9 @@ class Model(nn.Module):
 
 
 def first_state(model, optimizer):
-    return state.init_state(model, optimizer, seed=0, sequence_length=6)
+    is_plain = isinstance(model, Model)
+    layout = layouts.one_device() if is_plain else layouts.make()
+    return state.init_state(model, optimizer, layout, seed=0, sequence_length=6)
 
 
 def take_step(model, tokens=TOKENS, *, microbatches=1, seed=0, at_step=0):

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import rich.console
 import rich.progress
@@ -17,7 +19,7 @@ from clu import parameter_overview
 
 from mixprec.training import checkpoint as checkpoint_lib
 from mixprec.training import data as data_lib
-from mixprec.training import metrics, sample, state, step
+from mixprec.training import metrics, sample, sharding, state, step
 
 _CONFIG_FILE = "config.json"
 # A resumed run must agree on these with the run that saved the checkpoint; on the rest
@@ -65,19 +67,21 @@ class RunConfig:
       dataset: what to train on.
       optimizer: how to update the weights.
       train: how long.
+      layout: over which devices.
       checkpoint: what to save.
       sample: what to generate at the end.
       resolved: the whole config as JSON values, as it is written to `config.json`.
 
     Raises:
-      ValueError: the batch cannot be split into the microbatches, or the seed is out of
-        its range.
+      ValueError: the batch cannot be split into the microbatches, or these over the
+        devices, or the seed is out of its range.
     """
 
     seed: int
     dataset: data_lib.Dataset
     optimizer: state.OptimizerConfig
     train: LoopConfig
+    layout: sharding.Layout
     checkpoint: checkpoint_lib.CheckpointConfig
     sample: sample.SampleConfig
     resolved: dict[str, Any]
@@ -95,11 +99,14 @@ class RunConfig:
                 f"{self.train.microbatches} for a batch of {batch_size}. "
                 "Correct config.train.microbatches or config.data.batch_size."
             )
+        self.layout.check_batch(*self.microbatch.shape)
 
     @property
-    def microbatch_size(self) -> int:
-        """Sequences that pass through the model at once."""
-        return self.dataset.config.batch_size // self.train.microbatches
+    def microbatch(self) -> jax.ShapeDtypeStruct:
+        """The shape of the tokens that pass through the model at once."""
+        data = self.dataset.config
+        size = data.batch_size // self.train.microbatches
+        return jax.ShapeDtypeStruct((size, data.sequence_length), jnp.int32)
 
 
 def train(
@@ -128,9 +135,12 @@ def train(
     dataset, steps = config.dataset, config.train.steps
     _make_workdir(workdir)
     optimizer = state.make_optimizer(config.optimizer, steps)
+    boxes = state.make_boxes(model, dataset.config.sequence_length)
+    config.layout.check_activations(model, boxes, config.microbatch)
     train_state = state.init_state(
         model,
         optimizer,
+        config.layout,
         seed=config.seed,
         sequence_length=dataset.config.sequence_length,
     )
@@ -154,7 +164,7 @@ def train(
         with contextlib.closing(
             metrics.MetricsWriter(workdir, resume_step=int(train_state.step))
         ) as writer:
-            trainer = _Trainer(model, optimizer, config, writer, console)
+            trainer = _Trainer(model, boxes, optimizer, config, writer, console)
             train_state, val_loss = trainer.run(train_state, batches, checkpointer, run)
 
     console.print(
@@ -178,12 +188,14 @@ class _Trainer:
     def __init__(
         self,
         model: nn.Module,
+        boxes: Any,
         optimizer: optax.GradientTransformation,
         config: RunConfig,
         writer: metrics.MetricsWriter,
         console: rich.console.Console,
     ):
         self._config = config.train
+        self._layout = config.layout
         self._checkpoint_every = config.checkpoint.every
         data = config.dataset.config
         self._tokens_per_step = data.batch_size * data.sequence_length
@@ -192,14 +204,16 @@ class _Trainer:
         )
         self._writer = writer
         self._console = console
+        self._batch_size = data.batch_size
         self._train_step = step.make_train_step(
             model,
             optimizer,
             state.learning_rate_schedule(config.optimizer, config.train.steps),
             seed=config.seed,
             microbatches=config.train.microbatches,
+            boxes=boxes,
         )
-        self._validation_step = step.make_validation_step(model)
+        self._validation_step = step.make_validation_step(model, boxes)
 
     def run(
         self,
@@ -217,8 +231,9 @@ class _Trainer:
             )
             clock = _Clock(first)
             for done in range(first + 1, last + 1):
-                tokens = jnp.asarray(next(batches), jnp.int32)
-                train_state, measured = self._train_step(train_state, tokens)
+                tokens = self._place(next(batches))
+                with self._layout.context():
+                    train_state, measured = self._train_step(train_state, tokens)
                 if done % self._config.log_every == 0 or done == last:
                     scalars = self._log(done, measured, clock)
                     progress.update(
@@ -264,9 +279,15 @@ class _Trainer:
     def _measure(self, train_state: state.TrainState) -> float:
         total = metrics.ValidationMetrics.empty()
         for batch in self._validation:
-            tokens = jnp.asarray(batch, jnp.int32)
-            total = total.merge(self._validation_step(train_state.params, tokens))
+            tokens = self._place(batch)
+            with self._layout.context():
+                measured = self._validation_step(train_state.params, tokens)
+            total = total.merge(measured)
         return metrics.to_floats(total)["val_loss"]
+
+    def _place(self, batch: Any) -> jax.Array:
+        rows = self._layout.rows(self._batch_size)
+        return self._layout.place(batch[rows].astype(np.int32), self._batch_size)
 
 
 class _Clock:

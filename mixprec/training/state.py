@@ -1,6 +1,7 @@
 """What training carries from step to step: float32 master weights, optimizer, step."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import flax
@@ -8,6 +9,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
+
+from mixprec.training import sharding
 
 # Parameters that only scale or shift: decaying them pulls the normalised activations
 # to 0 without regularising anything.
@@ -101,19 +104,78 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
     )
 
 
+def make_boxes(model: nn.Module, sequence_length: int) -> Any:
+    """Gives the parameters' shapes in the boxes that name their axes; computes nothing.
+
+    Args:
+      model: maps [batch, length] int32 tokens to logits.
+      sequence_length: of the tokens that the model is initialised with.
+    """
+    init = functools.partial(_init_params, model, 0, sequence_length)
+    return jax.eval_shape(init)
+
+
+def abstract_state(
+    model: nn.Module,
+    optimizer: optax.GradientTransformation,
+    layout: sharding.Layout,
+    *,
+    sequence_length: int,
+) -> TrainState:
+    """Gives shapes, dtypes and shardings of the state; computes nothing.
+
+    Args:
+      model: as for `init_state`.
+      optimizer: likewise.
+      layout: likewise.
+      sequence_length: likewise.
+
+    Raises:
+      TypeError: a parameter is not float32.
+      ValueError: the layout does not fit the parameters.
+    """
+    boxes = make_boxes(model, sequence_length)
+    params = nn.meta.unbox(boxes)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if leaf.dtype != jnp.float32:
+            raise TypeError(
+                f"master weight {jax.tree_util.keystr(path)} must be float32, got "
+                f"{leaf.dtype}. Set the module's param_dtype to float32: the policy "
+                "decides what is rounded."
+            )
+    whole = layout.sharding()
+    of_params = layout.params_shardings(boxes)
+    optimizer_state = jax.eval_shape(optimizer.init, params)
+    of_optimizer = sharding.optimizer_shardings(
+        optimizer, optimizer_state, of_params, whole
+    )
+
+    def split(leaf: Any, sharding: Any) -> Any:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    step: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
+    return TrainState(
+        step=step,
+        params=jax.tree.map(split, params, of_params),
+        optimizer_state=jax.tree.map(split, optimizer_state, of_optimizer),
+    )
+
+
 def init_state(
     model: nn.Module,
     optimizer: optax.GradientTransformation,
+    layout: sharding.Layout,
     *,
     seed: int,
     sequence_length: int,
 ) -> TrainState:
-    """Makes the state at step 0.
+    """Makes the state at step 0, on each device its shards.
 
     Args:
       model: maps [batch, length] int32 tokens to logits.
       optimizer: of the master weights.
-      seed: of the initial weights.
+      layout: how the state is split.
+      seed: of the initial weights, which are the same however they are split.
       sequence_length: of the tokens that the model is initialised with.
 
     Returns:
@@ -121,25 +183,23 @@ def init_state(
 
     Raises:
       TypeError: a parameter is not float32.
+      ValueError: the layout does not fit the parameters.
     """
-    tokens = jnp.zeros((1, sequence_length), jnp.int32)
 
-    @jax.jit
     def init() -> TrainState:
-        params = nn.meta.unbox(model.init(jax.random.key(seed), tokens)["params"])
+        params = nn.meta.unbox(_init_params(model, seed, sequence_length))
         return TrainState(
             step=jnp.int32(0), params=params, optimizer_state=optimizer.init(params)
         )
 
-    state = init()
-    for path, leaf in jax.tree_util.tree_leaves_with_path(state.params):
-        if leaf.dtype != jnp.float32:
-            raise TypeError(
-                f"master weight {jax.tree_util.keystr(path)} must be float32, got "
-                f"{leaf.dtype}. Set the module's param_dtype to float32: the policy "
-                "decides what is rounded."
-            )
-    return state
+    abstract = abstract_state(model, optimizer, layout, sequence_length=sequence_length)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+    return jax.jit(init, out_shardings=shardings)()
+
+
+def _init_params(model: nn.Module, seed: int, sequence_length: int) -> Any:
+    tokens = jnp.zeros((1, sequence_length), jnp.int32)
+    return model.init(jax.random.key(seed), tokens)["params"]
 
 
 def _is_decayed(params: Any) -> Any:

@@ -23,6 +23,7 @@ def make_train_step(
     *,
     seed: int,
     microbatches: int,
+    boxes: Any = None,
 ) -> TrainStep:
     """Gives the compiled step, which consumes the state that it is given.
 
@@ -37,6 +38,8 @@ def make_train_step(
       seed: of stochastic rounding.
       microbatches: parts that a batch is split into, one after the other, to save
         memory.
+      boxes: that tell the model how its parameters are split, as `state.make_boxes`
+        gives them; None to tell it nothing.
 
     Returns:
       A function of (state, [batch, length + 1] int32 tokens); batch must divide by
@@ -52,11 +55,15 @@ def make_train_step(
             number, tokens_of_part = part
             rngs = {RNG_STREAM: jax.random.fold_in(step_key, number)}
             loss, gradient = jax.value_and_grad(
-                lambda params: token_loss(model, params, tokens_of_part, rngs)
+                lambda params: token_loss(
+                    model, in_boxes(params, boxes), tokens_of_part, rngs
+                )
             )(state.params)
             return jax.tree.map(jnp.add, total, gradient), loss
 
-        parts = tokens.reshape(microbatches, -1, tokens.shape[-1])
+        parts = nn.with_logical_constraint(
+            tokens.reshape(microbatches, -1, tokens.shape[-1]), (None, "batch", None)
+        )
         zeros = jax.tree.map(jnp.zeros_like, state.params)
         total, losses = jax.lax.scan(
             accumulate, zeros, (jnp.arange(microbatches), parts)
@@ -81,18 +88,35 @@ def make_train_step(
     return jax.jit(step, donate_argnums=0)
 
 
-def make_validation_step(model: nn.Module) -> ValidationStep:
+def make_validation_step(model: nn.Module, boxes: Any = None) -> ValidationStep:
     """Gives the compiled measurement of (params, [batch, length + 1] int32 tokens).
 
-    It passes no random stream, so stochastic rounding draws from the policy's own seed
-    and every validation draws alike.
+    `boxes` is as for `make_train_step`. It passes no random stream, so stochastic
+    rounding draws from the policy's own seed and every validation draws alike.
     """
 
     def step(params: Any, tokens: jax.Array) -> ValidationMetrics:
-        loss = token_loss(model, params, tokens, rngs=None)
+        loss = token_loss(model, in_boxes(params, boxes), tokens, rngs=None)
         return ValidationMetrics.single_from_model_output(loss=loss)
 
     return jax.jit(step)
+
+
+def in_boxes(params: Any, boxes: Any) -> Any:
+    """Puts parameters into boxes, of which None means none."""
+    if boxes is None:
+        return params
+
+    def in_box(box: Any, param: Any) -> Any:
+        is_box = isinstance(box, nn.meta.AxisMetadata)
+        return box.replace_boxed(param) if is_box else param
+
+    return jax.tree.map(
+        in_box,
+        boxes,
+        params,
+        is_leaf=lambda leaf: isinstance(leaf, nn.meta.AxisMetadata),
+    )
 
 
 def token_loss(

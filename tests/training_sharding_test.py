@@ -1,0 +1,276 @@
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import layouts
+import numpy as np
+import optax
+import pytest
+import tpu
+
+import mixprec
+import models
+from mixprec.training import program, sharding, state, step
+
+SIZES = {"data": 1, "fsdp": 1, "tensor": 1, "sequence": 1}
+CONFIG = models.TransformerConfig(
+    vocab_size=64, num_layers=2, width=32, num_heads=4, num_kv_heads=2, mlp_width=64
+)
+LENGTH, BATCH = 16, 16
+TOKENS = np.random.default_rng(0).integers(0, 64, (20, BATCH, LENGTH + 1), np.int32)
+MESHES = [
+    {"data": 8},
+    {"fsdp": 8},
+    {"tensor": 2},
+    {"sequence": 4},
+    {"data": 2, "fsdp": 2, "tensor": 2},
+    {"fsdp": 2, "tensor": 2, "sequence": 2},
+]
+STOCHASTIC = "params: .*/scale=keep, .*=stochastic; gather=fsdp"
+
+
+# Training on a mesh
+
+
+def train(policy, layout, steps):
+    """Gives the losses, and what is left at the end."""
+    model = models.build(CONFIG)
+    model = mixprec.wrap(model, policy) if policy else model
+    optimizer = optax.adamw(1e-2)
+    current = state.init_state(model, optimizer, layout, seed=0, sequence_length=LENGTH)
+    train_step = step.make_train_step(
+        model,
+        optimizer,
+        optax.constant_schedule(1e-2),
+        seed=0,
+        microbatches=2,
+        boxes=state.make_boxes(model, LENGTH),
+    )
+    losses = []
+    for tokens in TOKENS[:steps]:
+        with layout.context():
+            current, measured = train_step(current, layout.place(tokens, BATCH))
+        losses.append(measured.compute()["loss"])
+    return np.array(losses), current
+
+
+@pytest.fixture(scope="module")
+def on_one_device():
+    return {
+        policy: train(policy, layouts.make(), steps)
+        for policy, steps in (("", 20), (STOCHASTIC, 1))
+    }
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_on_every_mesh_training_is_that_of_one_device(sizes, on_one_device):
+    layout = layouts.make(**sizes)
+    losses, last = train("", layout, 20)
+    expected, _ = on_one_device[""]
+    # Sums in another order: 2^-24 of the loss each time, and 20 steps that pass it on.
+    np.testing.assert_allclose(losses[0], expected[0], rtol=2**-21)
+    np.testing.assert_allclose(losses, expected, rtol=2e-5)
+    boxes = state.make_boxes(models.build(CONFIG), LENGTH)
+    wanted = jax.tree.leaves(layout.params_shardings(boxes))
+    moments = last.optimizer_state[0]
+    for tree in (last.params, moments.mu, moments.nu):
+        for leaf, split in zip(jax.tree.leaves(tree), wanted, strict=True):
+            assert leaf.sharding.is_equivalent_to(split, leaf.ndim)
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+@pytest.mark.parametrize("backend", ["xla", "pallas"])
+def test_on_every_mesh_the_first_step_draws_alike(sizes, backend, on_one_device):
+    losses, _ = train(f"{STOCHASTIC}; backend={backend}", layouts.make(**sizes), 1)
+    expected, _ = on_one_device[STOCHASTIC]
+    np.testing.assert_allclose(losses, expected, rtol=2**-21)
+    # Other draws would show.
+    other = f"{STOCHASTIC}; seed=1".replace("stochastic", "toward_zero")
+    assert abs(train(other, layouts.make(), 1)[0] / expected - 1).max() > 2**-18
+
+
+def test_initial_weights_are_the_same_on_every_mesh():
+    def bits(layout):
+        model, optimizer = models.build(CONFIG), optax.sgd(1.0)
+        first = state.init_state(
+            model, optimizer, layout, seed=0, sequence_length=LENGTH
+        )
+        return [np.asarray(leaf) for leaf in jax.tree.leaves(first.params)]
+
+    for sizes in MESHES:
+        for found, expected in zip(
+            bits(layouts.make(**sizes)), bits(layouts.make()), strict=True
+        ):
+            np.testing.assert_array_equal(found, expected)
+
+
+# Compiled for TPUs
+
+
+def collectives(name, policy, precision, **sizes):
+    """Compiles the train step; gives what it sends for weights, in bytes by dtype."""
+    config = models.TransformerConfig(
+        vocab_size=512,
+        num_layers=2,
+        width=512,
+        num_heads=8,
+        num_kv_heads=8,
+        mlp_width=1024,
+        remat="full",
+    )
+    model = models.build(config)
+    model = mixprec.wrap(model, policy) if policy else model
+    layout = layouts.make(devices=tpu.topology(name).devices, **sizes)
+    optimizer = optax.adamw(1e-3)
+    train_step = step.make_train_step(
+        model,
+        optimizer,
+        optax.constant_schedule(1e-3),
+        seed=0,
+        microbatches=1,
+        boxes=state.make_boxes(model, 128),
+    )
+    abstract = state.abstract_state(model, optimizer, layout, sequence_length=128)
+    tokens = jax.ShapeDtypeStruct(
+        (64, 129), jnp.int32, sharding=layout.sharding("batch")
+    )
+    with layout.context(), jax.default_matmul_precision(precision):
+        compiled = train_step.lower(abstract, tokens).compile()
+    return program.operations(compiled.as_text())
+
+
+def sent(operations, *, forward):
+    """Adds up bytes by dtype of collectives over 64 KiB, gradients apart."""
+    total = {}
+    for operation in program.collectives(operations):
+        is_gradient = "transpose(" in operation.name and not (
+            "sharding_constraint" in operation.name or "checkpoint" in operation.name
+        )
+        for dtype, size in operation.bytes_by_dtype.items():
+            if size >= 2**16 and is_gradient != forward:
+                total[dtype] = total.get(dtype, 0) + size * operation.times
+    return total
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("embed", "must be parts such as 'embed=fsdp', got 'embed'"),
+        ("=fsdp", "must be parts such as"),
+        ("embed=fsdp, embed=", "one rule for each name, got two for 'embed'"),
+        ("embed=fdsp", "must name axes of the mesh, data, fsdp, tensor, sequence, got"),
+        ("embed=data+", "must name axes of the mesh.* got ''"),
+    ],
+)
+def test_rules_that_cannot_be_read_are_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        sharding.MeshConfig(**SIZES, rules=text)
+
+
+def test_rules_are_read_in_their_order():
+    assert sharding.parse_rules(" batch = data + fsdp,mlp=,embed=fsdp ") == (
+        ("batch", ("data", "fsdp")),
+        ("mlp", ()),
+        ("embed", ("fsdp",)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"data": 0}, "`data` must be positive, or -1 .* got 0"),
+        ({"fsdp": -2}, "`fsdp` must be positive, or -1 .* got -2"),
+        ({"fsdp": -1, "data": -1}, "one size of the mesh may be -1, got .*'data': -1"),
+        ({"data": 16}, "must make up the 8 devices that there are, got .*'data': 16"),
+        ({"data": 4}, "must make up the 8 devices"),
+        ({"data": -1, "fsdp": 3}, "must make up the 8 devices"),
+        ({"data": -1, "fsdp": 16}, "must make up the 8 devices"),
+    ],
+)
+def test_sizes_that_do_not_fit_the_devices_are_refused(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        sharding.make_layout(
+            sharding.MeshConfig(**SIZES | sizes, rules=layouts.RULES), jax.devices()
+        )
+
+
+def test_one_size_is_what_is_left():
+    config = sharding.MeshConfig(
+        **SIZES | {"data": -1, "tensor": 2}, rules=layouts.RULES
+    )
+    assert dict(sharding.make_layout(config).mesh.shape) == SIZES | {
+        "data": 4,
+        "tensor": 2,
+    }
+
+
+@pytest.mark.parametrize(
+    ("rules", "sizes", "message"),
+    [
+        (
+            layouts.RULES.replace("mlp=tensor, ", ""),
+            {},
+            "must have one for 'mlp', an axis of `layers/mlp/down/kernel`.*'mlp='",
+        ),
+        (layouts.RULES + ", mpl=tensor", {}, "must name batch, .*: see 'mpl'"),
+        (layouts.RULES.replace("batch=data+fsdp, ", ""), {}, "see 'batch'"),
+        (
+            layouts.RULES,
+            {"tensor": 3},
+            r"must divide `embed/embedding` \[64, 32\], got tensor=3 for 'vocab', of "
+            "size 64",
+        ),
+        (
+            layouts.RULES.replace("embed=fsdp", "embed=").replace("+fsdp", ""),
+            {"fsdp": 2},
+            "config.mesh.fsdp must be 1 where no rule makes use of it, got 2",
+        ),
+    ],
+)
+def test_rules_that_do_not_fit_the_parameters_are_refused(rules, sizes, message):
+    boxes = state.make_boxes(models.build(CONFIG), LENGTH)
+    with pytest.raises(ValueError, match=message):
+        layouts.make(rules, **sizes).params_shardings(boxes)
+
+
+def test_batches_and_sequences_that_cannot_be_split_are_refused():
+    layout = layouts.make(data=2, fsdp=2, sequence=2)
+    layout.check_batch(8, 16)
+    with pytest.raises(ValueError, match=r"= 6, got 4 parts for 'batch'"):
+        layout.check_batch(6, 16)
+    with pytest.raises(ValueError, match=r"sequence_length = 15, got 2 parts"):
+        layout.check_batch(8, 15)
+
+
+def test_heads_that_cannot_be_split_are_refused():
+    model = models.build(CONFIG)  # 2 heads of keys and values, of 8 features each
+    boxes = state.make_boxes(model, LENGTH)
+    layout = layouts.make(tensor=4)
+    layout.params_shardings(boxes)
+    tokens = jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32)
+    with pytest.raises(ValueError, match="must divide what the model.*'tensor': 4"):
+        layout.check_activations(model, boxes, tokens)
+    layouts.make(tensor=2).check_activations(model, boxes, tokens)
+
+
+# Batches
+
+
+@pytest.mark.parametrize("sizes", [{"data": 8}, {"data": 2, "fsdp": 2, "tensor": 2}])
+def test_a_batch_lies_where_the_rules_say(sizes):
+    layout = layouts.make(**sizes)
+    assert layout.rows(16) == slice(0, 16)
+    placed = layout.place(TOKENS[0], BATCH)
+    np.testing.assert_array_equal(placed, TOKENS[0])
+    assert placed.sharding.is_equivalent_to(layout.sharding("batch", None), 2)
+    assert placed.addressable_shards[0].data.shape[0] == 16 // layout.shares("batch")
+
+
+def test_what_has_no_boxes_is_on_every_device():
+    layout = layouts.make("batch=data", data=8)
+    shardings = layout.params_shardings(
+        {"w": jnp.ones(3), "b": nn.Partitioned(jnp.ones(3), names=(None,))}
+    )
+    assert all(split.is_fully_replicated for split in jax.tree.leaves(shardings))
