@@ -50,11 +50,23 @@ def build_run(config: ConfigDict) -> loop.RunConfig:
         dataset=data.load(data.DataConfig(**config.data), seed=config.seed),
         optimizer=state.OptimizerConfig(**config.optimizer),
         train=loop.LoopConfig(**config.train),
-        layout=sharding.make_layout(sharding.MeshConfig(**config.mesh)),
+        layout=build_layout(config),
         checkpoint=checkpoint.CheckpointConfig(**config.checkpoint),
         sample=sample.SampleConfig(**config.sample),
         resolved=json.loads(config.to_json()),
     )
+
+
+def build_layout(config: ConfigDict) -> sharding.Layout:
+    """Gives how the run that `config` describes is split over all devices."""
+    layout = sharding.make_layout(sharding.MeshConfig(**config.mesh))
+    layout.check_divides(
+        {
+            "heads": ("config.model.num_heads", config.model.num_heads),
+            "kv_heads": ("config.model.num_kv_heads", config.model.num_kv_heads),
+        }
+    )
+    return layout
 
 
 def explain(model: nn.Module, run: loop.RunConfig) -> mixprec.Explanation:

@@ -1,6 +1,7 @@
 """The command line as a user has it: in processes of their own."""
 
 import json
+import os
 import pathlib
 import signal
 import subprocess
@@ -35,9 +36,20 @@ def command(*arguments, config="configs/small.py", options=None):
     return [sys.executable, script, "--config", config, *overrides, *arguments]
 
 
-def run(command, cwd):
+def environment(devices=1):
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    return os.environ | {"XLA_FLAGS": flags}
+
+
+def run(command, cwd, *, devices=1):
     return subprocess.run(
-        command, cwd=cwd, capture_output=True, text=True, timeout=600, check=False
+        command,
+        cwd=cwd,
+        env=environment(devices),
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
     )
 
 
@@ -76,6 +88,7 @@ def test_killed_and_run_again_from_another_folder_it_gives_the_same_losses(
     interrupted = subprocess.Popen(
         tiny(corpus, tmp_path / "parts"),
         cwd=tmp_path,
+        env=environment(),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
@@ -112,6 +125,52 @@ def test_killed_and_run_again_from_another_folder_it_gives_the_same_losses(
         # No traceback before it; what Orbax's threads tell at the exit comes after.
         assert refused.stderr.startswith("train.py: ")
         assert message in refused.stderr.splitlines()[0]
+
+
+def test_on_a_mesh_it_trains_as_on_one_device_and_either_resumes_the_other(
+    corpus, tmp_path
+):
+    plain = {"policy.params": "", "policy.activations": "", "train.steps": 20}
+    mesh = plain | {"mesh.fsdp": 2, "mesh.tensor": 2, "model.num_kv_heads": 2}
+    one = plain | {"model.num_kv_heads": 2}
+
+    def losses(workdir):
+        return [entry["loss"] for entry in metrics(workdir) if "loss" in entry]
+
+    for name, options, devices in (("one", one, 1), ("mesh", mesh, 8)):
+        done = run(tiny(corpus, tmp_path / name, **options), tmp_path, devices=devices)
+        assert done.returncode == 0, done.stderr
+    np.testing.assert_allclose(
+        losses(tmp_path / "mesh"), losses(tmp_path / "one"), rtol=2e-5
+    )
+    for name, options, devices in (("one", mesh, 8), ("mesh", one, 1)):
+        options = options | {"train.steps": 30}
+        done = run(tiny(corpus, tmp_path / name, **options), tmp_path, devices=devices)
+        assert done.returncode == 0, done.stderr
+        assert "resuming after step 20 of 30" in done.stdout
+        assert "changed since then: config.mesh.fsdp was" in done.stdout
+    np.testing.assert_allclose(
+        losses(tmp_path / "mesh"), losses(tmp_path / "one"), rtol=2e-5
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mesh.data": 3}, "config.mesh must make up the 2 devices that there are"),
+        ({"mesh.tensor": 2}, "must divide config.model.num_kv_heads = 1, got 2 parts"),
+        ({"data.batch_size": 3}, "config.train.microbatches = 3, got 2 parts for"),
+        ({"mesh.rules": "batch=dta"}, "`rules` must name axes of the mesh"),
+        ({"mesh.rules": "batch=data"}, "`rules` must have one for 'vocab'"),
+    ],
+)
+def test_bad_meshes_are_refused_before_anything_is_compiled(
+    options, message, corpus, tmp_path
+):
+    refused = run(tiny(corpus, tmp_path / "no", **options), tmp_path, devices=2)
+    assert refused.returncode != 0
+    assert refused.stderr.startswith("train.py: ")
+    assert message in refused.stderr.splitlines()[0]
 
 
 def test_other_errors_keep_their_traceback():

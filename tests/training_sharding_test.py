@@ -235,24 +235,15 @@ def test_rules_that_do_not_fit_the_parameters_are_refused(rules, sizes, message)
         layouts.make(rules, **sizes).params_shardings(boxes)
 
 
-def test_batches_and_sequences_that_cannot_be_split_are_refused():
+def test_what_the_mesh_does_not_divide_is_refused():
     layout = layouts.make(data=2, fsdp=2, sequence=2)
-    layout.check_batch(8, 16)
-    with pytest.raises(ValueError, match=r"= 6, got 4 parts for 'batch'"):
-        layout.check_batch(6, 16)
-    with pytest.raises(ValueError, match=r"sequence_length = 15, got 2 parts"):
-        layout.check_batch(8, 15)
-
-
-def test_heads_that_cannot_be_split_are_refused():
-    model = models.build(CONFIG)  # 2 heads of keys and values, of 8 features each
-    boxes = state.make_boxes(model, LENGTH)
-    layout = layouts.make(tensor=4)
-    layout.params_shardings(boxes)
-    tokens = jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32)
-    with pytest.raises(ValueError, match="must divide what the model.*'tensor': 4"):
-        layout.check_activations(model, boxes, tokens)
-    layouts.make(tensor=2).check_activations(model, boxes, tokens)
+    layout.check_divides({"batch": ("batch", 8), "length": ("length", 16)})
+    layout.check_divides({"unknown": ("nothing", 7)})
+    message = "must divide the batch = 6, got 4 parts for 'batch'"
+    with pytest.raises(ValueError, match=message):
+        layout.check_divides({"batch": ("the batch", 6)})
+    with pytest.raises(ValueError, match="the length = 15, got 2 parts"):
+        layout.check_divides({"batch": ("b", 8), "length": ("the length", 15)})
 
 
 # Batches

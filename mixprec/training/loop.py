@@ -99,7 +99,14 @@ class RunConfig:
                 f"{self.train.microbatches} for a batch of {batch_size}. "
                 "Correct config.train.microbatches or config.data.batch_size."
             )
-        self.layout.check_batch(*self.microbatch.shape)
+        size, length = self.microbatch.shape
+        what = "config.data.batch_size / config.train.microbatches"
+        self.layout.check_divides(
+            {
+                sharding.BATCH: (what, size),
+                sharding.LENGTH: ("config.data.sequence_length", length),
+            }
+        )
 
     @property
     def microbatch(self) -> jax.ShapeDtypeStruct:
@@ -136,7 +143,6 @@ def train(
     _make_workdir(workdir)
     optimizer = state.make_optimizer(config.optimizer, steps)
     boxes = state.make_boxes(model, dataset.config.sequence_length)
-    config.layout.check_activations(model, boxes, config.microbatch)
     train_state = state.init_state(
         model,
         optimizer,

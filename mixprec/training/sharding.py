@@ -134,7 +134,8 @@ class Layout:
 
     def shares(self, name: str) -> int:
         """Gives into how many parts an axis with this name is split."""
-        return math.prod(self.mesh.shape[axis] for axis in dict(self.rules)[name])
+        axes = dict(self.rules).get(name, ())
+        return math.prod(self.mesh.shape[axis] for axis in axes)
 
     def params_shardings(self, boxes: Any) -> Any:
         """Gives how each parameter is split, as a tree without boxes.
@@ -194,38 +195,22 @@ class Layout:
                     f"{size}. Add it to a rule in config.mesh.rules."
                 )
 
-    def check_batch(self, microbatch_size: int, sequence_length: int) -> None:
-        """Raises ValueError if a microbatch cannot be split evenly."""
-        for name, size, what in (
-            (BATCH, microbatch_size, "batch_size / config.train.microbatches"),
-            (LENGTH, sequence_length, "sequence_length"),
-        ):
-            share = self.shares(name) if name in dict(self.rules) else 1
-            if size % share:
-                raise ValueError(
-                    f"config.mesh must divide config.data.{what} = {size}, got {share} "
-                    f"parts for {name!r}. Change one of them."
-                )
-
-    def check_activations(self, model: nn.Module, boxes: Any, tokens: Any) -> None:
-        """Raises ValueError if what the model computes cannot be split evenly.
+    def check_divides(self, sizes: dict[str, tuple[str, int]]) -> None:
+        """Checks that arrays of a run can be split evenly.
 
         Args:
-          model: maps [batch, length] int32 tokens to logits.
-          boxes: its parameters' shapes, in their boxes.
-          tokens: their shape.
+          sizes: name of an axis -> what decides its size, and the size.
+
+        Raises:
+          ValueError: an axis that the mesh does not divide.
         """
-        try:
-            with self.context():
-                jax.eval_shape(model.apply, {"params": boxes}, tokens)
-        except ValueError as error:
-            if "divisible" not in str(error):
-                raise
-            raise ValueError(
-                f"config.mesh must divide what the model computes, got sizes "
-                f"{dict(self.mesh.shape)}, and {error}. Change the mesh, or "
-                "config.model.num_heads and num_kv_heads."
-            ) from error
+        for name, (what, size) in sizes.items():
+            share = self.shares(name)
+            if size % share:
+                raise ValueError(
+                    f"config.mesh must divide {what} = {size}, got {share} parts for "
+                    f"{name!r}. Change one of them."
+                )
 
     def rows(self, batch_size: int) -> slice:
         """Gives the rows of a batch that the devices of this process hold."""
