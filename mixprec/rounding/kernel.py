@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import batching, mlir
 
-from mixprec.rounding import platforms, primitives, random, statistics
+from mixprec.rounding import batches, platforms, random, statistics
 from mixprec.rounding.bits import Rounding
 
 
@@ -85,7 +85,7 @@ def _batch(
 ) -> tuple[tuple[jax.Array, ...], tuple[int | None, ...]]:
     """Batches `round_array`: one call for all that draw with the same words."""
     random.check_sizes_known(args[0].shape)
-    args, strides, place = primitives.gather_batch(
+    args, strides, place = batches.gather_batch(
         axis_data, args, dimensions, rounding, strides
     )
     x, words = args if len(args) > 1 else (args[0], None)
@@ -203,7 +203,7 @@ def _on_shards(
     return run_on_shards(*arguments)
 
 
-_on_shards_p = primitives.primitive("mixprec_round_on_shards")
+_on_shards_p = batches.primitive("mixprec_round_on_shards")
 mlir.register_lowering(_on_shards_p, mlir.lower_fun(_on_shards, multiple_results=True))
 for _primitive in (platforms.round_p, _on_shards_p):
     batching.fancy_primitive_batchers[_primitive] = _batch
@@ -311,7 +311,7 @@ def _on_mesh_of(
 
 
 def place(x: jax.Array, sharding: jax.sharding.NamedSharding | None) -> jax.Array:
-    """Tells JAX, which does not look into primitives, on which devices `x` is."""
+    """Tells JAX, which does not look into batches, on which devices `x` is."""
     if sharding is None or not isinstance(sharding.mesh, jax.sharding.Mesh):
         return x
     if len(sharding.mesh.auto_axes) < len(sharding.mesh.axis_names):

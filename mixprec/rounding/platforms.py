@@ -1,4 +1,4 @@
-"""The kernel as two primitives of JAX, and what each platform makes of them.
+"""The kernel as two batches of JAX, and what each platform makes of them.
 
 Lowered, each becomes a TPU's or a GPU's kernel, the kernel interpreted, the XLA path
 (the log says why), or an error.
@@ -16,9 +16,9 @@ import numpy as np
 from jax.interpreters import batching, mlir
 
 from mixprec.rounding import (
+    batches,
     pallas_gpu,
     pallas_tpu,
-    primitives,
     random,
     statistics,
     tiling,
@@ -44,7 +44,7 @@ def _by_platform(
       **functions: for each platform one; all take arrays, the first of which has the
         shape of the results, and `rounding` among their keywords.
     """
-    made = primitives.primitive(name)
+    made = batches.primitive(name)
     for platform, function in functions.items():
         rule = _lowering(function, over_devices)
         mlir.register_lowering(made, rule, platform=platform)
@@ -107,7 +107,7 @@ def _in_xla(
 ) -> tuple[jax.Array, ...]:
     _log_fallback(reason)
 
-    return primitives.round_members(x, words, rounding, strides)
+    return batches.round_members(x, words, rounding, strides)
 
 
 def _each_member(
@@ -129,7 +129,7 @@ def _each_member(
       **options: for the kernel.
     """
     if words is None or words.ndim == 1:
-        return kernel(x, primitives.none_if_empty(words), **options)
+        return kernel(x, batches.none_if_empty(words), **options)
 
     def stored(y: jax.Array) -> jax.Array:
         if y.dtype.itemsize > integers_up_to:

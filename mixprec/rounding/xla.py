@@ -5,13 +5,14 @@ which a model with many tensors would be slow to trace. JAX lowers those that ar
 only once, and puts the operations where each stands, so that XLA sees no call.
 """
 
+import contextlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 
-from mixprec.rounding import primitives, random
+from mixprec.rounding import batches, random
 from mixprec.rounding.bits import Rounding
 
 
@@ -55,19 +56,19 @@ def tangent_of(
     return tangent.astype(rounding.out_dtype)
 
 
-_round_p = primitives.primitive("mixprec_round_by_xla")
+_round_p = batches.primitive("mixprec_round_by_xla")
 
 
 def _operations(
     x: jax.Array, words: jax.Array | None = None, *, gradient: str, **options: Any
 ) -> tuple[jax.Array, ...]:
-    return primitives.round_members(x, words, **options)
+    return batches.round_members(x, words, **options)
 
 
 def _lower(context: Any, *args: Any, **options: Any) -> Any:
     # What was traced with 64 bits may be lowered where they are off.
     is_wide = context.avals_in[0].dtype == jnp.float64
-    with jax.enable_x64(is_wide or jax.config.jax_enable_x64):
+    with jax.enable_x64(True) if is_wide else contextlib.nullcontext():
         rule = mlir.lower_fun(_operations, multiple_results=True)
         return rule(context, *args, **options)
 
@@ -108,9 +109,9 @@ def _batch(
 ) -> tuple[list[jax.Array], list[int]]:
     if dimensions[0] is None:
         # In full, so that tangents have the shape of the results.
-        args = (primitives.repeat(axis_data, args[0], args[0]), *args[1:])
+        args = (batches.repeat(axis_data, args[0], args[0]), *args[1:])
         dimensions = (0, *dimensions[1:])
-    args, strides, place = primitives.gather_batch(
+    args, strides, place = batches.gather_batch(
         axis_data, args, dimensions, rounding, strides
     )
     rounded = _round_p.bind(
