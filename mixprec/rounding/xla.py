@@ -90,9 +90,23 @@ def _jvp(
     of_results: list[Any] = [ad.Zero(jax.typeof(y).to_tangent_aval()) for y in results]
     if not isinstance(tangents[0], ad.Zero):
         tangent = tangent_of(primals[0], tangents[0], rounding, gradient)
-        rounded = len(rounding.modes)
-        of_results[:rounded] = [tangent] * rounded
+        of_results[: len(rounding.modes)] = [
+            _like(y, tangent) for y in results[: len(rounding.modes)]
+        ]
     return results, of_results
+
+
+def _like(y: jax.Array, tangent: jax.Array) -> jax.Array:
+    """Gives the tangent of a batch whose members had one array in common."""
+    if y.shape == tangent.shape:
+        return tangent
+    sharding = jax.typeof(y).sharding
+    return jax.lax.broadcast_in_dim(
+        tangent,
+        y.shape,
+        range(y.ndim),
+        out_sharding=None if sharding.mesh.empty else sharding,
+    )
 
 
 ad.primitive_jvps[_round_p] = _jvp
@@ -107,10 +121,6 @@ def _batch(
     strides: random.Strides,
     gradient: str,
 ) -> tuple[list[jax.Array], list[int]]:
-    if dimensions[0] is None:
-        # In full, so that tangents have the shape of the results.
-        args = (batches.repeat(axis_data, args[0], args[0]), *args[1:])
-        dimensions = (0, *dimensions[1:])
     args, strides, place = batches.gather_batch(
         axis_data, args, dimensions, rounding, strides
     )
