@@ -212,11 +212,15 @@ def fold_in_path(seed: jax.Array, path: str) -> jax.Array:
     return folded
 
 
+def _fold_in(seed: jax.Array, words: jax.Array) -> list[jax.Array]:
+    if seed.ndim > 1:  # a batch
+        return jax.vmap(_fold_in, (0, None))(seed, words)
+    return [mix((seed ^ words) + _GOLDEN)]
+
+
 # One equation a tensor, since a model folds in the paths of many.
 _fold_in_p = primitives.make("mixprec_fold_in", lambda seed, words: [seed])
-mlir.register_lowering(
-    _fold_in_p, mlir.lower_fun(lambda seed, words: [mix((seed ^ words) + _GOLDEN)])
-)
+mlir.register_lowering(_fold_in_p, mlir.lower_fun(_fold_in))
 
 
 def _batch_fold_in(

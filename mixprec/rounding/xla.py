@@ -36,7 +36,16 @@ def round_array(
     Returns:
       One [...] `rounding.out_dtype` a mode; then, if so chosen, the statistics' fields,
       which have no gradient.
+
+    Raises:
+      ValueError: `x` is the open sum of arrays on several devices.
     """
+    spec = jax.typeof(x).sharding.spec
+    if spec.unreduced or spec.reduced:
+        raise ValueError(
+            f"`x` must leave no sum over devices open, got {spec}. Sum first: reshard "
+            "`x` by `jax.sharding.reshard`."
+        )
     args = [x] if seed is None else [x, seed]
     return tuple(
         _round_p.bind(*args, rounding=rounding, strides=strides, gradient=gradient)
