@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from mixprec.rounding import bits as bits_lib
-from mixprec.rounding import elements, kernel, modes, platforms, random
+from mixprec.rounding import kernel, modes, platforms, random, xla
 from mixprec.rounding.bits import Rounding
 
 Backend = Literal["auto", "pallas", "xla"]
@@ -57,6 +57,12 @@ def round_seeded(
             f'`random_source` must be "hash" for backend {backend!r}, got '
             f'"{rounding.random_source}", which only the kernel on a TPU has. Choose '
             'backend "pallas", or leave `random_source` out.'
+        )
+    if options is None or x.size == 0:
+        # Without draws XLA's operations need no strides, and take symbolic shapes.
+        strides = random.row_major_strides(() if seed is None else x.shape)
+        return xla.round_array(
+            x, seed, rounding=rounding, strides=strides, gradient=gradient
         )
     if not rounding.statistics:
         return _round(x, seed, rounding, gradient, options)
@@ -119,14 +125,10 @@ def _round(
     seed: jax.Array | None,
     rounding: Rounding,
     gradient: str,
-    options: kernel.Options | None,
+    options: kernel.Options,
 ) -> tuple[jax.Array, ...]:
-    """Rounds in the kernel, or without `options` by XLA operations."""
-    # Without draws XLA's operations need none, and take symbolic shapes.
-    is_counted = seed is not None or options is not None
-    strides = random.row_major_strides(x.shape if is_counted else ())
-    if options is None or x.size == 0:
-        return _in_xla(x, seed, rounding, strides)
+    """Rounds in the kernel."""
+    strides = random.row_major_strides(x.shape)
     words = None
     if seed is not None:
         words = jnp.pad(seed, (0, 2))  # the first element has index 0
@@ -141,11 +143,11 @@ def _round(
 def _round_jvp(
     rounding: Rounding,
     gradient: str,
-    options: kernel.Options | None,
+    options: kernel.Options,
     primals: tuple[jax.Array, jax.Array | None],
     tangents: tuple[jax.Array, Any],
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    tangent = _tangent(primals[0], tangents[0], rounding, gradient)
+    tangent = xla.tangent_of(primals[0], tangents[0], rounding, gradient)
     rounded = _round(*primals, rounding, gradient, options)
     return rounded, (tangent,) * len(rounded)
 
@@ -165,29 +167,4 @@ def _with_gradient_jvp(
     primals: tuple[jax.Array, jax.Array],
     tangents: tuple[jax.Array, Any],
 ) -> tuple[jax.Array, jax.Array]:
-    return primals[1], _tangent(primals[0], tangents[0], rounding, gradient)
-
-
-def _tangent(
-    x: jax.Array, tangent: jax.Array, rounding: Rounding, gradient: str
-) -> jax.Array:
-    if gradient == "zero":
-        tangent = jnp.zeros_like(tangent)
-    if gradient == "clipped":
-        wide = x if x.dtype == jnp.float64 else x.astype(jnp.float32)
-        kept = abs(wide) <= jnp.asarray(rounding.to.largest_value, wide.dtype)
-        tangent = jnp.where(kept, tangent, jnp.zeros_like(tangent))
-    return tangent.astype(rounding.out_dtype)
-
-
-# XLA operations
-
-
-@functools.partial(jax.jit, static_argnames=("rounding", "strides"), inline=True)
-def _in_xla(
-    x: jax.Array,
-    seed: jax.Array | None,
-    rounding: Rounding,
-    strides: random.Strides,
-) -> tuple[jax.Array, ...]:
-    return elements.round_array(x, seed, rounding, strides)
+    return primals[1], xla.tangent_of(primals[0], tangents[0], rounding, gradient)

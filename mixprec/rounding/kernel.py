@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import batching, mlir
 
-from mixprec.rounding import platforms, random, statistics
+from mixprec.rounding import batches, platforms, random, statistics
 from mixprec.rounding.bits import Rounding
 
 
@@ -83,30 +83,13 @@ def _batch(
     in_place: bool,
     sharding: jax.sharding.NamedSharding | None = None,
 ) -> tuple[tuple[jax.Array, ...], tuple[int | None, ...]]:
-    """Batches `round_array`: one call for all that draw with the same words.
-
-    Along such a batch the index stands still, so that each member draws what it draws
-    alone, as on the XLA path. It stays where it lies among the dimensions, since moving
-    it may move the array in memory. For statistics, which each member has of its own,
-    it has words of its own too, if need be empty.
-    """
+    """Batches `round_array`: one call for all that draw with the same words."""
+    random.check_sizes_known(args[0].shape)
+    args, strides, place = batches.gather_batch(
+        axis_data, args, dimensions, rounding, strides
+    )
     x, words = args if len(args) > 1 else (args[0], None)
-    of_x, of_words = dimensions if len(args) > 1 else (dimensions[0], None)
-    random.check_sizes_known(x.shape)
-    if rounding.statistics and of_words is None:
-        words, of_words = _words_of_each(axis_data, x, words), 0
-    place = of_x
-    if words is not None and of_words is not None:
-        place = 0
-        words = jnp.moveaxis(words, of_words, place)
-        x = jnp.expand_dims(x, 0) if of_x is None else jnp.moveaxis(x, of_x, place)
-    elif of_x is not None:
-        members = 0 if words is None else words.ndim - 1
-        place = max(of_x, members)
-        x = jnp.moveaxis(x, of_x, place)
-        strides = strides.batched(place - members)
-    if place is not None:
-        sharding = _sharding_of_batch(axis_data, x, of_x, place, sharding)
+    sharding = _sharding_of_batch(axis_data, x, dimensions[0], place, sharding)
     rounded = round_array(
         x,
         words,
@@ -115,19 +98,6 @@ def _batch(
         options=Options(sharding=sharding, in_place=in_place),
     )
     return rounded, (place,) * len(rounded)
-
-
-def _words_of_each(axis_data: Any, x: jax.Array, words: jax.Array | None) -> jax.Array:
-    """Gives each member of a batch `x` the words that all have in common, or none."""
-    if words is None:
-        words = jnp.zeros(0, jnp.uint32)
-    words = jax.lax.broadcast(words, (axis_data.size,))
-    if axis_data.explicit_mesh_axis:
-        typed: Any = jax.typeof(x) if isinstance(x, jax.core.Tracer) else x
-        spec = jax.sharding.PartitionSpec(axis_data.explicit_mesh_axis)
-        sharding = jax.sharding.NamedSharding(typed.sharding.mesh, spec)
-        words = jax.sharding.reshard(words, sharding)
-    return words
 
 
 def _sharding_of_batch(
@@ -233,7 +203,7 @@ def _on_shards(
     return run_on_shards(*arguments)
 
 
-_on_shards_p = platforms.primitive("mixprec_round_on_shards")
+_on_shards_p = batches.primitive("mixprec_round_on_shards")
 mlir.register_lowering(_on_shards_p, mlir.lower_fun(_on_shards, multiple_results=True))
 for _primitive in (platforms.round_p, _on_shards_p):
     batching.fancy_primitive_batchers[_primitive] = _batch
@@ -341,7 +311,7 @@ def _on_mesh_of(
 
 
 def place(x: jax.Array, sharding: jax.sharding.NamedSharding | None) -> jax.Array:
-    """Tells JAX, which does not look into primitives, on which devices `x` is."""
+    """Tells JAX, which does not look into batches, on which devices `x` is."""
     if sharding is None or not isinstance(sharding.mesh, jax.sharding.Mesh):
         return x
     if len(sharding.mesh.auto_axes) < len(sharding.mesh.axis_names):

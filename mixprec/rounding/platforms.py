@@ -1,4 +1,4 @@
-"""The kernel as two primitives of JAX, and what each platform makes of them.
+"""The kernel as two batches of JAX, and what each platform makes of them.
 
 Lowered, each becomes a TPU's or a GPU's kernel, the kernel interpreted, the XLA path
 (the log says why), or an error.
@@ -16,7 +16,7 @@ import numpy as np
 from jax.interpreters import batching, mlir
 
 from mixprec.rounding import (
-    elements,
+    batches,
     pallas_gpu,
     pallas_tpu,
     random,
@@ -27,47 +27,6 @@ from mixprec.rounding.bits import Rounding
 
 # By the names of `jax.default_backend`.
 PLATFORMS = ("cpu", "gpu", "tpu")
-
-
-def primitive(name: str) -> jax.extend.core.Primitive:
-    """Makes a primitive of an array and, or not, words, as `kernel.round_array` has."""
-    made = jax.extend.core.Primitive(name)
-    made.multiple_results = True
-
-    @made.def_abstract_eval
-    def result_types(
-        x: Any, words: Any = None, *, rounding: Rounding, **options: Any
-    ) -> Any:
-        types = {"dtype": rounding.out_dtype, "weak_type": False}
-        batch: tuple[int, ...] = ()
-        mesh, spec = x.sharding.mesh, tuple[str | None, ...]()
-        if words is not None:
-            batch = words.shape[:-1]
-            types["shape"] = (*batch, *x.shape[len(batch) :])
-            of_member, of_words = x.sharding, words.sharding
-            spec = tuple(of_words.spec[: len(batch)])
-            mesh = of_words.mesh if of_member.mesh.empty else of_member.mesh
-            types["sharding"] = jax.sharding.NamedSharding(
-                mesh, jax.sharding.PartitionSpec(*spec, *of_member.spec[len(batch) :])
-            )
-        rounded = [x.update(**types)] * len(rounding.modes)
-        if not rounding.statistics:
-            return rounded
-        of_batch = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
-        types |= {"shape": batch, "sharding": of_batch}
-        dtypes = map(np.dtype, statistics.DTYPES)
-        return rounded + [x.update(**types | {"dtype": dtype}) for dtype in dtypes]
-
-    @functools.cache
-    def compiled(**options: Any) -> Any:
-        return jax.jit(functools.partial(made.bind, **options))
-
-    @made.def_impl
-    def run(*args: Any, **options: Any) -> Any:
-        with jax.disable_jit(False):
-            return compiled(**options)(*args)
-
-    return made
 
 
 def _by_platform(
@@ -85,7 +44,7 @@ def _by_platform(
       **functions: for each platform one; all take arrays, the first of which has the
         shape of the results, and `rounding` among their keywords.
     """
-    made = primitive(name)
+    made = batches.primitive(name)
     for platform, function in functions.items():
         rule = _lowering(function, over_devices)
         mlir.register_lowering(made, rule, platform=platform)
@@ -148,16 +107,7 @@ def _in_xla(
 ) -> tuple[jax.Array, ...]:
     _log_fallback(reason)
 
-    def run(x: jax.Array, words: jax.Array | None) -> tuple[jax.Array, ...]:
-        return elements.round_array(x, _none_if_empty(words), rounding, strides)
-
-    if words is None:
-        return run(x, words)
-    batch = words.shape[:-1]
-    shared = [d for d, size in enumerate(batch) if x.shape[d] != size]
-    for dimension in reversed(range(len(batch))):
-        run = jax.vmap(run, (None if dimension in shared else 0, 0))
-    return run(jax.lax.squeeze(x, shared), words)
+    return batches.round_members(x, words, rounding, strides)
 
 
 def _each_member(
@@ -179,7 +129,7 @@ def _each_member(
       **options: for the kernel.
     """
     if words is None or words.ndim == 1:
-        return kernel(x, _none_if_empty(words), **options)
+        return kernel(x, batches.none_if_empty(words), **options)
 
     def stored(y: jax.Array) -> jax.Array:
         if y.dtype.itemsize > integers_up_to:
@@ -202,11 +152,6 @@ def _each_member(
     if rounding.statistics:
         dtypes += map(np.dtype, statistics.DTYPES)
     return tuple(map(jax.lax.bitcast_convert_type, rounded, dtypes))
-
-
-def _none_if_empty(words: jax.Array | None) -> jax.Array | None:
-    """Gives the words, or None if they only tell of a batch."""
-    return words if words is not None and words.size else None
 
 
 @functools.cache

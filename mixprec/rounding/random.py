@@ -20,6 +20,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.interpreters import batching, mlir
+
+from mixprec.rounding import primitives
 
 # 2^32 divided by the golden ratio, which is odd. It keeps the all-zero seed and index
 # away from 0, the fixed point of the mixing function.
@@ -205,4 +208,26 @@ def fold_in_path(seed: jax.Array, path: str) -> jax.Array:
     """
     digest = hashlib.blake2b(path.encode(), digest_size=8).digest()
     words = np.frombuffer(digest, "<u4").astype(np.uint32)
-    return mix((seed ^ words) + _GOLDEN)
+    (folded,) = _fold_in_p.bind(seed, words)
+    return folded
+
+
+def _fold_in(seed: jax.Array, words: jax.Array) -> list[jax.Array]:
+    if seed.ndim > 1:  # a batch
+        return jax.vmap(_fold_in, (0, None))(seed, words)
+    return [mix((seed ^ words) + _GOLDEN)]
+
+
+# One equation a tensor, since a model folds in the paths of many.
+_fold_in_p = primitives.make("mixprec_fold_in", lambda seed, words: [seed])
+mlir.register_lowering(_fold_in_p, mlir.lower_fun(_fold_in))
+
+
+def _batch_fold_in(
+    args: tuple[jax.Array, jax.Array], dimensions: tuple[int, None]
+) -> tuple[list[jax.Array], list[int]]:
+    seed, words = args
+    return _fold_in_p.bind(jnp.moveaxis(seed, dimensions[0], 0), words), [0]
+
+
+batching.primitive_batchers[_fold_in_p] = _batch_fold_in
