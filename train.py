@@ -36,20 +36,20 @@ flags.mark_flag_as_required("config")
 
 def build_model(config: ConfigDict) -> nn.Module:
     """Gives the model that `config` describes, wrapped in its policy."""
-    if config.model.vocab_size < data.VOCAB_SIZE:
-        raise ValueError(
-            f"`vocab_size` must be at least {data.VOCAB_SIZE}, one for each byte, got "
-            f"{config.model.vocab_size}. Correct config.model.vocab_size."
-        )
     policy = mixprec.Policy.from_dict(config.policy)
     return mixprec.wrap(models.build(models.TransformerConfig(**config.model)), policy)
 
 
 def build_run(config: ConfigDict) -> loop.RunConfig:
-    """Reads the text, and gives all else that `config` describes."""
+    """Finds the data, and gives all else that `config` describes."""
+    dataset = data.load(
+        data.DataConfig(**config.data),
+        seed=config.seed,
+        vocab_size=config.model.vocab_size,
+    )
     return loop.RunConfig(
         seed=config.seed,
-        dataset=data.load(data.DataConfig(**config.data), seed=config.seed),
+        dataset=dataset,
         optimizer=state.OptimizerConfig(**config.optimizer),
         train=loop.LoopConfig(**config.train),
         checkpoint=checkpoint.CheckpointConfig(**config.checkpoint),

@@ -112,13 +112,14 @@ def train(
 
     Args:
       model: maps [batch, length] int32 tokens to logits; wrapped, if it is to round.
+        See `step.token_loss` for what it takes besides with masked documents.
       config: see `RunConfig`.
       workdir: receives `checkpoints/`, `metrics.jsonl`, a TensorBoard event file and
         `config.json`; made if absent.
       console: for tables, progress and the sample.
 
     Returns:
-      `val_loss` at the end and `baseline_loss`, that of the byte frequencies.
+      `val_loss` at the end and `baseline_loss`, that of the tokens' frequencies.
 
     Raises:
       FloatingPointError: the loss is not finite.
@@ -158,12 +159,18 @@ def train(
             train_state, val_loss = trainer.run(train_state, batches, checkpointer, run)
 
     console.print(
-        f"validation loss {val_loss:.4f} nats a byte; "
-        f"byte frequencies alone {dataset.baseline_loss:.4f}"
+        f"validation loss {val_loss:.4f} nats a {dataset.unit}; "
+        f"{dataset.unit} frequencies alone {dataset.baseline_loss:.4f}"
     )
-    if config.sample.length:
+    if config.sample.length and dataset.tokenizer is None:
+        console.print("no sample: config.data.tokenizer is not set")
+    elif config.sample.length:
         text = sample.generate(
-            model, train_state.params, config.sample, seed=config.seed
+            model,
+            train_state.params,
+            config.sample,
+            seed=config.seed,
+            tokenizer=dataset.tokenizer,
         )
         console.rule("sample")
         console.print(text, markup=False, highlight=False)
@@ -198,8 +205,11 @@ class _Trainer:
             state.learning_rate_schedule(config.optimizer, config.train.steps),
             seed=config.seed,
             microbatches=config.train.microbatches,
+            separator=config.dataset.mask_separator,
         )
-        self._validation_step = step.make_validation_step(model)
+        self._validation_step = step.make_validation_step(
+            model, config.dataset.mask_separator
+        )
 
     def run(
         self,
