@@ -60,7 +60,24 @@ ROOMS = {
     "train.py": (("mixprec", "models"), ()),
 }
 # Bottom to top: a file may import those before it.
-TRAINING = ("state", "metrics", "step", "data", "checkpoint", "sample", "loop")
+TRAINING = (
+    "state",
+    "metrics",
+    "step",
+    "fingerprint",
+    "mixture",
+    "text",
+    "tokenizer",
+    "tokens",
+    "shards",
+    "records",
+    "corpus",
+    "data",
+    "prepare",
+    "checkpoint",
+    "sample",
+    "loop",
+)
 
 
 def imports(path):

@@ -9,6 +9,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from mixprec.training import data
+from mixprec.training import text as text_lib
 
 OPTIONS = dict(sequence_length=8, batch_size=4, validation_fraction=0.3)
 
@@ -32,6 +33,13 @@ def folder(tmp_path):
         name = f"deep/{number}.txt" if number % 2 else f"{number}.md"
         (path / name).write_bytes(text(200, seed=number))
     return path
+
+
+def contents(dataset):
+    """All bytes of training and of validation, of one corpus of text."""
+    (corpus,) = dataset.corpora
+    (train,), (validation,) = corpus.train, corpus.validation
+    return bytes(train.array), bytes(validation.array)
 
 
 def windows(part, length=8):
@@ -59,11 +67,12 @@ def standard_library():
 
 def test_the_standard_library_is_split_as_promised():
     dataset = standard_library()
-    total = len(dataset.train) + len(dataset.validation)
+    train, validation = contents(dataset)
+    total = len(train) + len(validation)
     assert 9e6 < total < 20e6
-    assert 0.02 < len(dataset.validation) / total < 0.2
+    assert 0.02 < len(validation) / total < 0.2
     # Well-known lines: of no test, and each on one side only.
-    both = bytes(dataset.train), bytes(dataset.validation)
+    both = train, validation
     assert sum(b"class OrderedDict(dict):" in part for part in both) == 1
     assert not any(b"class TestCase_for_nothing" in part for part in both)
     assert not any(b"build_time_vars = {" in part for part in both)
@@ -107,7 +116,9 @@ def test_what_users_install_does_not_change_it(tmp_path, monkeypatch):
         path = library / f"{name}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(text(300, seed=len(name)))
-    monkeypatch.setattr(data.sysconfig, "get_paths", lambda: {"stdlib": str(library)})
+    monkeypatch.setattr(
+        text_lib.sysconfig, "get_paths", lambda: {"stdlib": str(library)}
+    )
     before = load("stdlib").fingerprint
     for name in (
         "site-packages/numpy/x.py",
@@ -130,18 +141,18 @@ def test_what_users_install_does_not_change_it(tmp_path, monkeypatch):
 
 def test_a_folder_gives_whole_files_to_either_side(folder):
     dataset = load(folder)
-    contents = {path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    parts = bytes(dataset.train).split(b"\0"), bytes(dataset.validation).split(b"\0")
-    assert set(parts[0]) | set(parts[1]) == contents
-    assert len(parts[0]) + len(parts[1]) == len(contents)
+    files = {path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    parts = [part.split(b"\0") for part in contents(dataset)]
+    assert set(parts[0]) | set(parts[1]) == files
+    assert len(parts[0]) + len(parts[1]) == len(files)
     assert 1 <= len(parts[1]) < len(parts[0])
     assert "12 files" in dataset.description
 
 
 def test_a_file_stays_on_its_side_when_others_come(folder):
-    before = set(bytes(load(folder).validation).split(b"\0"))
+    before = set(contents(load(folder))[1].split(b"\0"))
     (folder / "new.txt").write_bytes(text(200, seed=99))
-    after = set(bytes(load(folder).validation).split(b"\0"))
+    after = set(contents(load(folder))[1].split(b"\0"))
     assert before <= after
 
 
@@ -156,14 +167,13 @@ def test_a_single_file_is_split_by_bytes(tmp_path):
     path = tmp_path / "one.txt"
     path.write_bytes(text(1000))
     dataset = load(path)
-    assert bytes(dataset.train) == text(1000)[:700]
-    assert bytes(dataset.validation) == text(1000)[700:]
+    assert contents(dataset) == (text(1000)[:700], text(1000)[700:])
 
 
 def test_home_is_expanded(tmp_path, monkeypatch):
     (tmp_path / "one.txt").write_bytes(text(1000))
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert len(load("~/one.txt").train) == 700
+    assert len(contents(load("~/one.txt"))[0]) == 700
 
 
 # Batches
@@ -171,7 +181,7 @@ def test_home_is_expanded(tmp_path, monkeypatch):
 
 def test_each_pass_has_every_window_once_in_another_order(folder):
     dataset = load(folder)
-    expected = windows(dataset.train)
+    expected = windows(contents(dataset)[0])
     iterator = dataset.train_iterator()
     # Four passes, so that whole batches come out even.
     drawn = rows(next(iterator) for _ in range(len(expected)))
@@ -198,7 +208,9 @@ def test_the_iterator_resumes_exactly_through_orbax(folder, tmp_path):
     with ocp.CheckpointManager(tmp_path / "checkpoints") as manager:
         save = grain.checkpoint.CheckpointSave(iterator)
         manager.save(5, args=ocp.args.Composite(data=save))
-        expected = [next(iterator) for _ in range(2 * len(windows(dataset.train)) // 4)]
+        expected = [
+            next(iterator) for _ in range(2 * len(windows(contents(dataset)[0])) // 4)
+        ]
         manager.wait_until_finished()
         fresh = load(folder).train_iterator()
         restore = grain.checkpoint.CheckpointRestore(fresh)
@@ -209,7 +221,7 @@ def test_the_iterator_resumes_exactly_through_orbax(folder, tmp_path):
 
 def test_validation_batches_are_fixed_and_spread(folder):
     dataset = load(folder)
-    all_windows = windows(dataset.validation)
+    all_windows = windows(contents(dataset)[1])
     batches = dataset.validation_batches(2)
     assert len(batches) == 2
     assert batches[0].shape == (4, 9)
