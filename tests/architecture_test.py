@@ -67,6 +67,7 @@ TRAINING = (
     "fingerprint",
     "mixture",
     "text",
+    "documents",
     "tokenizer",
     "tokens",
     "shards",
