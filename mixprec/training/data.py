@@ -25,7 +25,7 @@ TOKEN_DTYPES = ("uint16", "uint32")
 
 _AS_THE_DATA_SAY = -1
 _ALL = slice(None)
-_COUNTED = 2**26  # tokens at most whose frequencies are counted
+_COUNTED = 2**25  # tokens at most whose frequencies are counted
 # Batches read ahead, and the threads that read them.
 _READ_OPTIONS = grain.ReadOptions(num_threads=8, prefetch_buffer_size=16)
 
@@ -143,7 +143,7 @@ class Dataset:
         """What predicting by the frequency of tokens in training costs, in nats each.
 
         The cross-entropy of the validation tokens; one is added to each count. Of more
-        than 2^26 tokens in training or validation, of so many spread over all.
+        than 2^25 tokens in training or validation, of so many spread over all.
         """
         frequencies = np.zeros(self.vocab_size)
         for corpus, weight in zip(self.corpora, self.weights, strict=True):
