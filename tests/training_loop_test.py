@@ -100,8 +100,8 @@ def interrupt_at(monkeypatch, step):
     """Makes the run fail when it wants the batch of this step."""
     original = data.Dataset.train_iterator
 
-    def train_iterator(self):
-        iterator = original(self)
+    def train_iterator(self, *arguments, **options):
+        iterator = original(self, *arguments, **options)
         batches = type(iterator).__next__
 
         class Failing(type(iterator)):

@@ -50,7 +50,7 @@ def find(path: str) -> tuple[pathlib.Path, list[pathlib.Path]]:
         if not files:
             raise ValueError(
                 f"{path!r} must hold text files, but the folder is empty. "
-                "Correct config.data.path."
+                "Correct the path."
             )
         return expanded, _in_order(files, expanded)
     matches = [pathlib.Path(m) for m in glob.glob(str(expanded), recursive=True)]
@@ -60,7 +60,7 @@ def find(path: str) -> tuple[pathlib.Path, list[pathlib.Path]]:
         raise FileNotFoundError(
             f"{path!r} must {what} a text file (or be 'stdlib' or a folder), got "
             f"{'something else' if matches else 'nothing'} there, as seen from "
-            f"{pathlib.Path.cwd()}. Correct config.data.path."
+            f"{pathlib.Path.cwd()}. Correct the path."
         )
     # The part of the glob before its first wildcard.
     root = next(
@@ -81,8 +81,7 @@ def read(path: pathlib.Path) -> bytes:
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{str(path)!r} must be UTF-8 text, got byte {text[error.start]:#04x} at "
-            f"{error.start}. Convert it, or choose the text files by a glob in "
-            "config.data.path."
+            f"{error.start}. Convert it, or choose the text files by a glob."
         ) from error
     return text
 
