@@ -11,13 +11,22 @@ import sys
 import traceback
 
 import flax.linen as nn
+import jax
 import rich.console
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
 import mixprec
 import models
-from mixprec.training import checkpoint, data, loop, sample, sharding, state
+from mixprec.training import (
+    checkpoint,
+    data,
+    loop,
+    processes,
+    sample,
+    sharding,
+    state,
+)
 
 HERE = pathlib.Path(__file__).resolve().parent
 
@@ -29,25 +38,33 @@ _CONFIG = config_flags.DEFINE_config_file(
 _WORKDIR = flags.DEFINE_string(
     "workdir", None, "Folder for the results; by default runs/NAME beside train.py."
 )
+_DISTRIBUTED = flags.DEFINE_bool(
+    "distributed", False, "Join the processes of the cluster, which JAX finds."
+)
+_COORDINATOR = flags.DEFINE_string(
+    "coordinator", None, "HOST:PORT of process 0, where no cluster tells."
+)
+_NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "With --coordinator.")
+_PROCESS_ID = flags.DEFINE_integer("process_id", None, "With --coordinator; from 0.")
 flags.mark_flag_as_required("config")
 
 
 def build_model(config: ConfigDict) -> nn.Module:
     """Gives the model that `config` describes, wrapped in its policy."""
-    if config.model.vocab_size < data.VOCAB_SIZE:
-        raise ValueError(
-            f"`vocab_size` must be at least {data.VOCAB_SIZE}, one for each byte, got "
-            f"{config.model.vocab_size}. Correct config.model.vocab_size."
-        )
     policy = mixprec.Policy.from_dict(config.policy)
     return mixprec.wrap(models.build(models.TransformerConfig(**config.model)), policy)
 
 
 def build_run(config: ConfigDict) -> loop.RunConfig:
-    """Reads the text, and gives all else that `config` describes."""
+    """Finds the data, and gives all else that `config` describes."""
+    dataset = data.load(
+        data.DataConfig(**config.data),
+        seed=config.seed,
+        vocab_size=config.model.vocab_size,
+    )
     return loop.RunConfig(
         seed=config.seed,
-        dataset=data.load(data.DataConfig(**config.data), seed=config.seed),
+        dataset=dataset,
         optimizer=state.OptimizerConfig(**config.optimizer),
         train=loop.LoopConfig(**config.train),
         layout=build_layout(config),
@@ -74,9 +91,20 @@ def explain(model: nn.Module, run: loop.RunConfig) -> mixprec.Explanation:
     return mixprec.explain(model, run.microbatch)
 
 
+def connect() -> None:
+    """Joins the other processes of the run, if the flags speak of any."""
+    given = (_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
+    if _DISTRIBUTED.value or any(value is not None for value in given):
+        processes.connect(*given)
+
+
 def make_console() -> rich.console.Console:
-    """Gives a console as wide as the terminal; into a file, wide enough for tables."""
-    return rich.console.Console(width=None if sys.stdout.isatty() else _FILE_WIDTH)
+    """Gives a console as wide as the terminal; into a file, wide enough for tables.
+
+    Of several processes the first one speaks.
+    """
+    width = None if sys.stdout.isatty() else _FILE_WIDTH
+    return rich.console.Console(width=width, quiet=jax.process_index() > 0)
 
 
 def parse_flags(argv: list[str]) -> list[str]:
@@ -120,8 +148,9 @@ def main(argv: list[str]) -> None:
         logging.set_verbosity(logging.WARNING)  # the libraries tell of every file
     name = pathlib.Path(config_flags.get_config_filename(flags.FLAGS["config"])).stem
     workdir = pathlib.Path(_WORKDIR.value or HERE / "runs" / name)
-    console = make_console()
     try:
+        connect()
+        console = make_console()
         model, run = build_model(_CONFIG.value), build_run(_CONFIG.value)
         table = explain(model, run)
         console.print(run.dataset.description)

@@ -14,15 +14,25 @@ def get_config() -> ml_collections.ConfigDict:
     config.seed = 0
 
     config.data = ml_collections.ConfigDict()
-    # "stdlib" (the Python standard library's own source), or a text file, a folder or
-    # a glob of text files.
+    # "stdlib" (the Python standard library's own source), or a file, a folder or a
+    # glob: of text, or of tokens (.bin as nanoGPT, llm.c and mixprec.training.prepare
+    # write it, .array_record). Or a mixture: "path=weight, path=weight".
     config.data.path = "stdlib"
-    config.data.sequence_length = 128  # bytes
+    config.data.sequence_length = 128  # tokens (bytes, if of text)
     config.data.batch_size = 16  # sequences in one optimizer step
-    config.data.validation_fraction = 0.05  # of the files (of the bytes, if one file)
+    config.data.validation_fraction = 0.05  # of the files (of the tokens, if one file)
+    # The tokenizer's JSON file, if the data are tokens; it decodes the sample.
+    config.data.tokenizer = ""
+    # "uint16" or "uint32": of tokens in files that do not say, which are .bin without a
+    # header and .array_record.
+    config.data.token_dtype = "uint16"
+    # The token between documents; -1 for the one that the data name (text: byte 0).
+    config.data.separator = -1
+    # Whether a prediction looks back on its own document only.
+    config.data.document_mask = False
 
     config.model = ml_collections.ConfigDict()
-    config.model.vocab_size = 256  # one token for each byte
+    config.model.vocab_size = 256  # at least the number of tokens; 256 for bytes
     config.model.num_layers = 4
     config.model.width = 128  # of the residual stream; num_heads must divide it
     config.model.num_heads = 4  # of queries
@@ -90,7 +100,7 @@ def get_config() -> ml_collections.ConfigDict:
 
     config.sample = ml_collections.ConfigDict()
     config.sample.prompt = "def "
-    config.sample.length = 200  # bytes to generate; 0 for none
-    config.sample.temperature = 0.7  # divides the logits; 0 takes the likeliest byte
+    config.sample.length = 200  # tokens to generate; 0 for none
+    config.sample.temperature = 0.7  # divides the logits; 0 takes the likeliest token
 
     return config

@@ -85,8 +85,10 @@ class Attention(nn.Module):
     dtype: Any
 
     @nn.compact
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        """Gives [B, T, D] `dtype`."""
+    def __call__(
+        self, x_BTD: jax.Array, segments_BT: jax.Array | None = None
+    ) -> jax.Array:
+        """Gives [B, T, D] `dtype`; each position looks back in its own segment only."""
         width = x_BTD.shape[-1]
         head_size = width // self.num_heads
         dense = functools.partial(_dense, self.dtype)
@@ -108,6 +110,7 @@ class Attention(nn.Module):
             rotate(query_BTNH, self.rope_theta),
             rotate(key_BTKH, self.rope_theta),
             value_BTKH,
+            mask=None if segments_BT is None else _same_segment(segments_BT),
             is_causal=True,
         )
         mixed_BTM = mixed_BTNH.reshape(*x_BTD.shape[:2], width)
@@ -152,6 +155,15 @@ def _dense(
         dtype=dtype,
         name=name,
     )
+
+
+def _same_segment(segments_BT: jax.Array) -> jax.Array:
+    """Gives [B, 1, T, T] bool: which keys are in the query's segment.
+
+    Rotary positions need not start anew with a segment: what a query sees of a key
+    depends on their distance alone.
+    """
+    return (segments_BT[:, :, None] == segments_BT[:, None, :])[:, None, :, :]
 
 
 def _scaled(scale: float) -> Any:

@@ -82,7 +82,9 @@ class Layer(nn.Module):
     config: TransformerConfig
 
     @nn.compact
-    def __call__(self, x_BTD: jax.Array, _: None) -> tuple[jax.Array, None]:
+    def __call__(
+        self, x_BTD: jax.Array, segments_BT: jax.Array | None
+    ) -> tuple[jax.Array, None]:
         """Gives the residual stream after this layer, as `nn.scan` wants it."""
         config = self.config
         dtype = jnp.dtype(config.dtype)
@@ -104,7 +106,7 @@ class Layer(nn.Module):
         def norm(name: str) -> layers.RMSNorm:
             return layers.RMSNorm(config.norm_epsilon, dtype, name=name)
 
-        x_BTD = _split(x_BTD + attention(norm("attention_norm")(x_BTD)))
+        x_BTD = _split(x_BTD + attention(norm("attention_norm")(x_BTD), segments_BT))
         return _split(x_BTD + mlp(norm("mlp_norm")(x_BTD))), None
 
 
@@ -114,11 +116,15 @@ class Transformer(nn.Module):
     config: TransformerConfig
 
     @nn.compact
-    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+    def __call__(
+        self, tokens_BT: jax.Array, segments_BT: jax.Array | None = None
+    ) -> jax.Array:
         """Computes logits.
 
         Args:
           tokens_BT: [B, T] int32, each below `vocab_size`.
+          segments_BT: [B, T] int32; a position sees only those before it that have its
+            number. None lets it see all.
 
         Returns:
           [B, T, V] float32; those at a position depend on no later token.
@@ -135,7 +141,7 @@ class Transformer(nn.Module):
             name="embed",
         )
         x_BTD = _split(embed(tokens_BT))
-        x_BTD, _ = _scanned_layers(config)(config, name="layers")(x_BTD, None)
+        x_BTD, _ = _scanned_layers(config)(config, name="layers")(x_BTD, segments_BT)
         x_BTD = layers.RMSNorm(config.norm_epsilon, dtype, name="final_norm")(x_BTD)
         if config.tie_embeddings:
             logits_BTV = embed.attend(x_BTD)
@@ -173,6 +179,7 @@ def _scanned_layers(config: TransformerConfig) -> type[nn.Module]:
     return nn.scan(
         layer,
         variable_axes={"params": 0},
+        in_axes=nn.broadcast,
         split_rngs={"params": True},
         length=config.num_layers,
         metadata_params={nn.PARTITION_NAME: "layers"},

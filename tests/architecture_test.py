@@ -62,12 +62,23 @@ ROOMS = {
 }
 # Bottom to top: a file may import those before it.
 TRAINING = (
+    "processes",
     "program",
     "sharding",
     "state",
     "metrics",
     "step",
+    "fingerprint",
+    "mixture",
+    "text",
+    "documents",
+    "tokenizer",
+    "tokens",
+    "shards",
+    "records",
+    "corpus",
     "data",
+    "prepare",
     "checkpoint",
     "sample",
     "loop",

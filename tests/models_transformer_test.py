@@ -219,3 +219,38 @@ def test_bfloat16_products_have_float32_parameters_and_logits():
 def test_bad_shapes_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         models.TransformerConfig(**SMALL | changes)
+
+
+# Segments
+
+SEGMENTS = jnp.asarray([[0, 0, 0, 1, 1, 1, 1, 2, 2], [3] * 9], jnp.int32)
+PARTS = ((0, slice(0, 3)), (0, slice(3, 7)), (0, slice(7, 9)), (1, slice(0, 9)))
+
+
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+def test_each_segment_has_the_logits_that_it_has_alone(remat):
+    model = make(remat=remat)
+    params = random_params(model)
+    logits = model.apply({"params": params}, TOKENS, SEGMENTS)
+    for row, part in PARTS:
+        alone = reference(params, np.asarray(TOKENS)[row, part], model.config)
+        # Float32 against float64, and positions that begin elsewhere.
+        np.testing.assert_allclose(logits[row, part], alone, rtol=1e-3, atol=1e-4)
+
+
+def test_a_segment_does_not_see_another():
+    model = make()
+    params = random_params(model)
+
+    def first_logits(tokens):
+        return model.apply({"params": params}, tokens, SEGMENTS)
+
+    changed = first_logits(TOKENS.at[0, 3:7].set((TOKENS[0, 3:7] + 1) % 23))
+    logits = first_logits(TOKENS)
+    others = [0, 1, 2, 7, 8]
+    np.testing.assert_array_equal(changed[0, others], logits[0, others])
+    assert (changed[0, 3:7] != logits[0, 3:7]).any(axis=-1).all()
+    # Without segments it does.
+    plain = model.apply({"params": params}, TOKENS)
+    assert not np.allclose(plain[0, 7:], logits[0, 7:], atol=1e-2)
+    np.testing.assert_array_equal(plain[0, 0], logits[0, 0])

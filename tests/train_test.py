@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import hugging_face
 import numpy as np
 import pytest
 
@@ -173,6 +174,34 @@ def test_bad_meshes_are_refused_before_anything_is_compiled(
     assert message in refused.stderr.splitlines()[0]
 
 
+def test_text_becomes_tokens_that_are_mixed_and_trained_on(corpus, tmp_path):
+    tokenizer = hugging_face.save(tmp_path / "tokenizer.json")
+    for name in ("a", "b"):
+        prepare = [sys.executable, "-m", "mixprec.training.prepare", "--input", corpus]
+        options = ["--output", tmp_path / name, "--tokenizer", tokenizer]
+        options += ["--shard_tokens", "700", "--validation_fraction", "0.4"]
+        prepared = run([*map(str, prepare + options)], ROOT)
+        assert prepared.returncode == 0, prepared.stderr
+        assert "train: 1 documents" in prepared.stdout
+    options = {
+        "data.path": f"{tmp_path}/a=0.5, {tmp_path}/b/*.bin=1.5",
+        "data.tokenizer": tokenizer,
+        "data.document_mask": True,
+        "model.vocab_size": 320,
+        "train.steps": 40,
+    }
+    trained = run(
+        command("--workdir", str(tmp_path / "run"), options=TINY | options), tmp_path
+    )
+    assert trained.returncode == 0, trained.stderr
+    assert "data, 75.0%: " in trained.stdout
+    assert "token frequencies alone" in trained.stdout
+    assert "\ndef " in trained.stdout  # the sample
+    refused = run(command(options=options | {"model.vocab_size": 256}), tmp_path)
+    assert refused.returncode != 0
+    assert refused.stderr.startswith("train.py: `vocab_size` must be at least ")
+
+
 def test_other_errors_keep_their_traceback():
     import train
 
@@ -202,6 +231,9 @@ def test_other_errors_keep_their_traceback():
         (["more"], "unexpected more. Write --config FILE"),
         (["--config.data.path=/nowhere/at/all"], "'/nowhere/at/all' must be"),
         (["--config.data.path="], "`path` must be"),
+        (["--config.data.path=stdlib=1, a"], "as path=weight, got 'a'"),
+        (["--config.data.tokenizer=/nowhere"], "`tokenizer` must be"),
+        (["--config.data.separator=-3"], "`separator` must be"),
         (["--config.model.num_heads=3"], "`width` must be"),
         (["--config.model.vocab_size=255"], "`vocab_size` must be at least 256"),
         (["--config.seed=-1"], "`seed` must be"),

@@ -1,14 +1,19 @@
+import io
 import os
 import pathlib
+import struct
 import subprocess
 import sys
 
 import grain
+import hugging_face
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import rich.console
 
-from mixprec.training import data
+from mixprec.training import data, prepare
+from mixprec.training import text as text_lib
 
 OPTIONS = dict(sequence_length=8, batch_size=4, validation_fraction=0.3)
 
@@ -32,6 +37,13 @@ def folder(tmp_path):
         name = f"deep/{number}.txt" if number % 2 else f"{number}.md"
         (path / name).write_bytes(text(200, seed=number))
     return path
+
+
+def contents(dataset):
+    """All bytes of training and of validation, of one corpus of text."""
+    (corpus,) = dataset.corpora
+    (train,), (validation,) = corpus.train, corpus.validation
+    return bytes(train.array), bytes(validation.array)
 
 
 def windows(part, length=8):
@@ -59,11 +71,12 @@ def standard_library():
 
 def test_the_standard_library_is_split_as_promised():
     dataset = standard_library()
-    total = len(dataset.train) + len(dataset.validation)
+    train, validation = contents(dataset)
+    total = len(train) + len(validation)
     assert 9e6 < total < 20e6
-    assert 0.02 < len(dataset.validation) / total < 0.2
+    assert 0.02 < len(validation) / total < 0.2
     # Well-known lines: of no test, and each on one side only.
-    both = bytes(dataset.train), bytes(dataset.validation)
+    both = train, validation
     assert sum(b"class OrderedDict(dict):" in part for part in both) == 1
     assert not any(b"class TestCase_for_nothing" in part for part in both)
     assert not any(b"build_time_vars = {" in part for part in both)
@@ -107,7 +120,9 @@ def test_what_users_install_does_not_change_it(tmp_path, monkeypatch):
         path = library / f"{name}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(text(300, seed=len(name)))
-    monkeypatch.setattr(data.sysconfig, "get_paths", lambda: {"stdlib": str(library)})
+    monkeypatch.setattr(
+        text_lib.sysconfig, "get_paths", lambda: {"stdlib": str(library)}
+    )
     before = load("stdlib").fingerprint
     for name in (
         "site-packages/numpy/x.py",
@@ -130,18 +145,18 @@ def test_what_users_install_does_not_change_it(tmp_path, monkeypatch):
 
 def test_a_folder_gives_whole_files_to_either_side(folder):
     dataset = load(folder)
-    contents = {path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    parts = bytes(dataset.train).split(b"\0"), bytes(dataset.validation).split(b"\0")
-    assert set(parts[0]) | set(parts[1]) == contents
-    assert len(parts[0]) + len(parts[1]) == len(contents)
+    files = {path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    parts = [part.split(b"\0") for part in contents(dataset)]
+    assert set(parts[0]) | set(parts[1]) == files
+    assert len(parts[0]) + len(parts[1]) == len(files)
     assert 1 <= len(parts[1]) < len(parts[0])
     assert "12 files" in dataset.description
 
 
 def test_a_file_stays_on_its_side_when_others_come(folder):
-    before = set(bytes(load(folder).validation).split(b"\0"))
+    before = set(contents(load(folder))[1].split(b"\0"))
     (folder / "new.txt").write_bytes(text(200, seed=99))
-    after = set(bytes(load(folder).validation).split(b"\0"))
+    after = set(contents(load(folder))[1].split(b"\0"))
     assert before <= after
 
 
@@ -156,14 +171,13 @@ def test_a_single_file_is_split_by_bytes(tmp_path):
     path = tmp_path / "one.txt"
     path.write_bytes(text(1000))
     dataset = load(path)
-    assert bytes(dataset.train) == text(1000)[:700]
-    assert bytes(dataset.validation) == text(1000)[700:]
+    assert contents(dataset) == (text(1000)[:700], text(1000)[700:])
 
 
 def test_home_is_expanded(tmp_path, monkeypatch):
     (tmp_path / "one.txt").write_bytes(text(1000))
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert len(load("~/one.txt").train) == 700
+    assert len(contents(load("~/one.txt"))[0]) == 700
 
 
 # Batches
@@ -171,7 +185,7 @@ def test_home_is_expanded(tmp_path, monkeypatch):
 
 def test_each_pass_has_every_window_once_in_another_order(folder):
     dataset = load(folder)
-    expected = windows(dataset.train)
+    expected = windows(contents(dataset)[0])
     iterator = dataset.train_iterator()
     # Four passes, so that whole batches come out even.
     drawn = rows(next(iterator) for _ in range(len(expected)))
@@ -198,7 +212,9 @@ def test_the_iterator_resumes_exactly_through_orbax(folder, tmp_path):
     with ocp.CheckpointManager(tmp_path / "checkpoints") as manager:
         save = grain.checkpoint.CheckpointSave(iterator)
         manager.save(5, args=ocp.args.Composite(data=save))
-        expected = [next(iterator) for _ in range(2 * len(windows(dataset.train)) // 4)]
+        expected = [
+            next(iterator) for _ in range(2 * len(windows(contents(dataset)[0])) // 4)
+        ]
         manager.wait_until_finished()
         fresh = load(folder).train_iterator()
         restore = grain.checkpoint.CheckpointRestore(fresh)
@@ -209,7 +225,7 @@ def test_the_iterator_resumes_exactly_through_orbax(folder, tmp_path):
 
 def test_validation_batches_are_fixed_and_spread(folder):
     dataset = load(folder)
-    all_windows = windows(dataset.validation)
+    all_windows = windows(contents(dataset)[1])
     batches = dataset.validation_batches(2)
     assert len(batches) == 2
     assert batches[0].shape == (4, 9)
@@ -302,3 +318,200 @@ def test_too_short_a_text_is_named_with_what_is_needed(tmp_path, length):
 def test_bad_options_are_refused(name, value):
     with pytest.raises(ValueError, match=f"`{name}` must .*, got {value}"):
         data.DataConfig(path="stdlib", **OPTIONS | {name: value})
+
+
+# Tokens
+
+
+def write_bin(path, tokens):
+    header = struct.pack("<3i", 20240520, 1, len(tokens)).ljust(1024, b"\0")
+    path.write_bytes(header + np.asarray(tokens, "<u2").tobytes())
+    return path
+
+
+def load_tokens(path, seed=0, vocab_size=50257, **changes):
+    config = data.DataConfig(path=str(path), **OPTIONS | changes)
+    return data.load(config, seed=seed, vocab_size=vocab_size)
+
+
+@pytest.fixture
+def two(tmp_path):
+    """Two files of numbers: below 10,000 and from there on."""
+    write_bin(tmp_path / "a.bin", np.arange(2000))
+    write_bin(tmp_path / "b.bin", np.arange(10_000, 11_000))
+    return f"{tmp_path}/a.bin=3, {tmp_path}/b.bin=1"
+
+
+def take(iterator, number):
+    return [next(iterator) for _ in range(number)]
+
+
+def test_the_order_of_windows_is_that_of_grain_over_them(folder):
+    dataset = load(folder, seed=7)
+    source = [np.frombuffer(w, np.uint8) for w in windows(contents(dataset)[0])]
+    order = grain.MapDataset.source(source).seed(7).shuffle().repeat()
+    expected = iter(order.batch(4, drop_remainder=True))
+    np.testing.assert_array_equal(
+        take(dataset.train_iterator(), 40), take(expected, 40)
+    )
+
+
+def test_shards_give_every_window_once_a_pass(tmp_path):
+    for number in range(3):
+        start = 1000 * number
+        write_bin(tmp_path / f"t{number}.bin", np.arange(start, start + 85))
+    write_bin(tmp_path / "val.bin", np.arange(10_000, 10_100))
+    dataset = load_tokens(tmp_path)
+    batches = np.concatenate(take(dataset.train_iterator(), 15))  # two passes
+    expected = [1000 * n + start for n in range(3) for start in range(0, 73, 8)]
+    assert sorted(batches[:30, 0]) == sorted(batches[30:, 0]) == expected
+    np.testing.assert_array_equal(batches, batches[:, :1] + np.arange(9))
+    assert batches.dtype == np.int32
+
+
+@pytest.mark.parametrize("kind", ["one", "two"])
+def test_processes_read_parts_of_the_same_batches_and_have_the_same_state(two, kind):
+    path = two if kind == "two" else two.partition("=")[0]
+    whole = load_tokens(path).train_iterator()
+    parts = [slice(0, 1), slice(1, 4)]
+    iterators = [load_tokens(path).train_iterator(rows) for rows in parts]
+    for _ in range(20):
+        read = [next(iterator) for iterator in iterators]
+        np.testing.assert_array_equal(next(whole), np.concatenate(read))
+    states = [iterator.get_state() for iterator in (whole, *iterators)]
+    assert states[0] == states[1] == states[2]
+    dataset = load_tokens(path)
+    for all_rows, last in zip(
+        dataset.validation_batches(3),
+        dataset.validation_batches(3, slice(2, None)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(all_rows[2:], last)
+
+
+def test_a_mixture_keeps_its_weights_and_walks_through_each_part(two):
+    dataset = load_tokens(two)
+    assert dataset.weights == (0.75, 0.25)
+    drawn = np.concatenate(take(dataset.train_iterator(), 200))[:, 0]
+    from_first = drawn < 10_000
+    # Every prefix keeps to the weights but for one row.
+    counts = np.cumsum(from_first)
+    assert np.abs(counts - 0.75 * np.arange(1, 801)).max() <= 1
+    for part, first, number in ((True, 0, 174), (False, 10_000, 87)):
+        one_pass = drawn[from_first == part][:number]
+        assert sorted(one_pass) == list(range(first, first + 8 * number, 8))
+        assert list(one_pass) != sorted(one_pass)
+    validation = np.concatenate(dataset.validation_batches(4))[:, 0]
+    assert (validation < 10_000).sum() == 12
+    assert "data, 75.0%: " in dataset.description
+
+
+def test_equally_long_parts_are_not_walked_through_alike(tmp_path):
+    write_bin(tmp_path / "a.bin", np.arange(2000))
+    write_bin(tmp_path / "b.bin", np.arange(10_000, 12_000))
+    dataset = load_tokens(f"{tmp_path}/a.bin=1, {tmp_path}/b.bin=1")
+    drawn = np.concatenate(take(dataset.train_iterator(), 40))[:, 0]
+    first = drawn[drawn < 10_000]
+    second = drawn[drawn >= 10_000] - 10_000
+    assert (first[:70] != second[:70]).sum() > 60
+
+
+def test_a_mixture_resumes_exactly_through_orbax(two, tmp_path):
+    iterator = load_tokens(two).train_iterator()
+    take(iterator, 37)
+    with ocp.CheckpointManager(tmp_path / "checkpoints") as manager:
+        save = grain.checkpoint.CheckpointSave(iterator)
+        manager.save(37, args=ocp.args.Composite(data=save))
+        expected = take(iterator, 150)
+        manager.wait_until_finished()
+        fresh = load_tokens(two).train_iterator(slice(1, 3))
+        restore = grain.checkpoint.CheckpointRestore(fresh)
+        manager.restore(37, args=ocp.args.Composite(data=restore))
+    np.testing.assert_array_equal(take(fresh, 150), np.asarray(expected)[:, 1:3])
+
+
+def test_the_fingerprint_of_a_mixture_knows_each_part(two, tmp_path):
+    before = load_tokens(two).fingerprint
+    assert load_tokens(two).fingerprint == before
+    write_bin(tmp_path / "b.bin", np.arange(10_000, 11_001))
+    assert load_tokens(two).fingerprint != before
+
+
+def test_the_baseline_of_a_mixture_by_hand(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"a" * 60 + b"b" * 40)
+    (tmp_path / "b.txt").write_bytes(b"b" * 100)
+    path = f"{tmp_path}/a.txt=1, {tmp_path}/b.txt=3"
+    dataset = load(path, sequence_length=2, batch_size=1)
+    # Validation is of b only: 11 of 70 and 71 of 70 in training, of 256 one more each.
+    frequency = 0.25 * 11 / 326 + 0.75 * 71 / 326
+    assert abs(dataset.baseline_loss + np.log(frequency)) < 1e-12
+
+
+def test_tokens_above_the_vocabulary_stop_a_run_with_their_place(tmp_path):
+    tokens = np.full(100_000, 7)
+    tokens[54_321] = 300
+    path = write_bin(tmp_path / "a.bin", tokens)
+    dataset = load_tokens(path, vocab_size=256)  # no window that is probed has it
+    iterator = dataset.train_iterator()
+    message = "a.bin' must hold tokens below .* 256, got 300 at token 54,321"
+    with pytest.raises(ValueError, match=message):
+        take(iterator, 3000)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"token_dtype": "int16"}, "`token_dtype` must be one of uint16, uint32, got"),
+        ({"separator": -2}, "`separator` must be a token, or -1.*got -2"),
+        ({"document_mask": True}, "`separator` must be given for `document_mask`"),
+        ({"document_mask": True, "separator": 256}, "must be below `vocab_size` = 256"),
+    ],
+)
+def test_bad_options_of_tokens_are_refused(tmp_path, changes, message):
+    path = write_bin(tmp_path / "a.bin", [1] * 1000)
+    with pytest.raises(ValueError, match=message):
+        load_tokens(path, vocab_size=256, **changes)
+
+
+def test_the_separator_is_that_of_the_data_unless_given(folder, tmp_path):
+    assert load(folder).mask_separator is None
+    assert load(folder, document_mask=True).mask_separator == 0
+    path = write_bin(tmp_path / "a.bin", [1] * 1000)
+    dataset = load_tokens(path, document_mask=True, separator=50256)
+    assert dataset.mask_separator == 50256
+
+
+def test_a_tokenizer_must_fit_data_and_model(folder, tmp_path):
+    assert load(folder).tokenizer.identity == "bytes"
+    path = write_bin(tmp_path / "a.bin", [1] * 1000)
+    assert load_tokens(path).tokenizer is None
+    assert load_tokens(path).vocab_size == 50257
+    assert load_tokens(path).unit == "token"
+    tokenizer = str(hugging_face.save(tmp_path / "tokenizer.json"))
+    dataset = load_tokens(path, tokenizer=tokenizer)
+    assert dataset.tokenizer.vocab_size < 300
+    with pytest.raises(ValueError, match=r"at least 2\d\d, that of .*tokenizer.json"):
+        load_tokens(path, tokenizer=tokenizer, vocab_size=256)
+    with pytest.raises(ValueError, match="is bytes, got .*mixprec.training.prepare"):
+        load_tokens(folder, tokenizer=tokenizer)
+
+
+def test_what_different_tokenizers_made_is_not_mixed(folder, tmp_path):
+    tokenizer = str(hugging_face.save(tmp_path / "tokenizer.json"))
+    config = prepare.PrepareConfig(
+        inputs=(str(folder),),
+        output=tmp_path / "shards",
+        tokenizer=tokenizer,
+        validation_fraction=0.3,
+    )
+    prepare.prepare(config, rich.console.Console(file=io.StringIO()))
+    dataset = load_tokens(config.output, tokenizer=tokenizer, document_mask=True)
+    assert dataset.vocab_size == dataset.tokenizer.vocab_size
+    assert dataset.mask_separator == dataset.tokenizer.find_separator("")
+    with pytest.raises(ValueError, match=r"`vocab_size` must be at least .*shards'"):
+        load_tokens(config.output, vocab_size=256)
+    with pytest.raises(ValueError, match="one tokenizer made, got different ones"):
+        load_tokens(f"{config.output}=1, {folder}=1")
+    other = str(hugging_face.save(tmp_path / "other.json", vocab_size=270))
+    with pytest.raises(ValueError, match="another tokenizer's tokens, got .*other.jso"):
+        load_tokens(config.output, tokenizer=other)

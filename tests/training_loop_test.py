@@ -42,8 +42,8 @@ def corpus(tmp_path):
     return folder
 
 
-def make_config(corpus, *, steps=12, layout=None, **train):
-    options = dict(
+def make_config(corpus, *, steps=12, layout=None, options=None, **train):
+    loop_options = dict(
         steps=steps,
         microbatches=2,
         log_every=1,
@@ -58,11 +58,12 @@ def make_config(corpus, *, steps=12, layout=None, **train):
                 sequence_length=16,
                 batch_size=4,
                 validation_fraction=0.5,
+                **options or {},
             ),
             seed=1,
         ),
         optimizer=OPTIMIZER,
-        train=loop.LoopConfig(**options | train),
+        train=loop.LoopConfig(**loop_options | train),
         layout=layout or layouts.make(),
         checkpoint=checkpoint.CheckpointConfig(every=4, keep_last=2, keep_best=1),
         sample=sample.SampleConfig(prompt="the", length=5, temperature=1.0),
@@ -101,8 +102,8 @@ def interrupt_at(monkeypatch, step):
     """Makes the run fail when it wants the batch of this step."""
     original = data.Dataset.train_iterator
 
-    def train_iterator(self):
-        iterator = original(self)
+    def train_iterator(self, *arguments, **options):
+        iterator = original(self, *arguments, **options)
         batches = type(iterator).__next__
 
         class Failing(type(iterator)):
@@ -170,6 +171,33 @@ def test_a_finished_run_is_measured_again_and_a_raised_number_of_steps_resumes(
     _, printed, metrics = run(make_config(corpus, steps=6), tmp_path / "run")
     assert "resuming after step 4 of 6" in printed
     assert [entry["step"] for entry in metrics if "loss" in entry] == [*range(1, 7)]
+
+
+def test_a_mixture_of_tokens_and_masked_documents_resumes_with_the_same_bits(
+    corpus, tmp_path, monkeypatch
+):
+    shards = []
+    for name in ("a", "b"):
+        text = np.frombuffer((corpus / f"{name}.txt").read_bytes(), np.uint8)
+        shards.append(tmp_path / f"{name}.bin")
+        np.where(text == ord(" "), 7, text).astype("<u2").tofile(shards[-1])
+    path = f"{shards[0]}=2, {shards[1]}=1"
+    options = dict(document_mask=True, separator=7)
+    config = make_config(path, options=options)
+    _, printed, expected = run(config, tmp_path / "whole")
+    assert "no sample: config.data.tokenizer is not set" in printed
+    assert "nats a token; token frequencies alone" in printed
+    _, _, unmasked = run(make_config(path), tmp_path / "unmasked")
+    assert losses(unmasked)[0] != losses(expected)[0]
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, step=11)
+        with pytest.raises(InterruptionError):
+            run(config, tmp_path / "parts")
+    _, _, resumed = run(config, tmp_path / "parts")
+    assert losses(resumed) == losses(expected)
+    np.arange(200, dtype="<u2").tofile(shards[1])
+    with pytest.raises(ValueError, match="data_fingerprint was"):
+        run(make_config(path, options=options), tmp_path / "parts")
 
 
 def test_fewer_steps_than_the_checkpoint_has_are_refused(corpus, tmp_path):

@@ -1,9 +1,10 @@
 import flax.linen as nn
+import hugging_face
 import jax
 import jax.numpy as jnp
 import pytest
 
-from mixprec.training import sample
+from mixprec.training import sample, tokenizer
 
 
 class Successor(nn.Module):
@@ -44,6 +45,36 @@ def test_low_temperature_sharpens():
 def test_bytes_that_are_not_utf8_are_replaced():
     config = sample.SampleConfig(prompt="\x7f", length=1, temperature=0.0)
     assert sample.generate(Successor(), PARAMS, config, seed=0) == "\x7f\ufffd"
+
+
+def test_tokens_are_decoded(tmp_path):
+    path = hugging_face.save(tmp_path / "tokenizer.json")
+    found = tokenizer.load(str(path))
+    config = sample.SampleConfig(prompt="the first of", length=3, temperature=0.0)
+    text = sample.generate(Last(), PARAMS, config, seed=0, tokenizer=found)
+    assert text == "the first of" + 3 * " of"
+
+
+class Last(nn.Module):
+    """Gives the token itself the highest logit."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        scale = self.param("scale", nn.initializers.ones_init(), ())
+        return scale * jax.nn.one_hot(tokens, 320)
+
+
+class NothingTokenizer(tokenizer.ByteTokenizer):
+    def encode(self, texts):
+        return super().encode([""] * len(texts))
+
+
+def test_a_prompt_without_tokens_is_named():
+    config = sample.SampleConfig(prompt=" ", length=3, temperature=0.0)
+    with pytest.raises(ValueError, match="`prompt` must give at least one token, got"):
+        sample.generate(
+            Successor(), PARAMS, config, seed=0, tokenizer=NothingTokenizer()
+        )
 
 
 @pytest.mark.parametrize(

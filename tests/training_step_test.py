@@ -1,5 +1,6 @@
 import collections
 import dataclasses
+import itertools
 import re
 
 import flax.linen as nn
@@ -252,3 +253,71 @@ def test_on_several_chips_xla_rounds_what_it_splits():
     # Nothing tells the module how its parameters are split.
     assert tpu.kernels(compiled) == 0
     assert "mixprec.round(layers/mlp/up/kernel)" in compiled.as_text()
+
+
+# Documents
+
+SEPARATOR = 15
+TINY = dict(
+    vocab_size=16, num_layers=2, width=16, num_heads=2, num_kv_heads=1, mlp_width=24
+)
+
+
+def documents(rows=4):
+    """Rows of 13 tokens that begin and end inside documents of 0 to 4 tokens."""
+    generator = np.random.default_rng(0)
+    text = []
+    while len(text) < rows * 13:
+        text += [*generator.integers(0, 15, generator.integers(0, 5)), SEPARATOR]
+    return jnp.asarray(text[: rows * 13], jnp.int32).reshape(rows, 13)
+
+
+def test_documents_are_numbered_from_their_separators():
+    tokens = jnp.asarray([[4, 9, 5, 9, 9, 1], [9, 1, 2, 3, 4, 5]], jnp.int32)
+    numbers = step.number_documents(tokens, 9)
+    assert numbers.tolist() == [[0, 1, 1, 2, 3, 3], [1, 1, 1, 1, 1, 1]]
+    assert numbers.dtype == jnp.int32
+
+
+def test_the_loss_of_packed_documents_is_that_of_the_documents_by_themselves():
+    model = models.build(models.TransformerConfig(**TINY))
+    params = first_state(model, optax.sgd(1.0)).params
+    packed = documents()
+    losses = []
+    for row in packed.tolist():
+        starts = [0, *(i for i, token in enumerate(row) if i and token == SEPARATOR)]
+        for start, end in itertools.pairwise([*starts, len(row) - 1]):
+            if start == end:
+                continue
+            # From what opens the document to the separator that ends it.
+            alone = jnp.asarray([row[start : end + 1]], jnp.int32)
+            losses += [step.token_loss(model, params, alone, None)] * (end - start)
+    assert len(losses) == 4 * 12  # every token but the first of a row is predicted
+    loss = step.token_loss(model, params, packed, None, SEPARATOR)
+    np.testing.assert_allclose(loss, np.mean(losses), rtol=1e-5)
+    unmasked = step.token_loss(model, params, packed, None)
+    assert abs(unmasked - loss) > 1e-5
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_a_rounded_model_takes_a_step_over_documents(remat):
+    config = models.TransformerConfig(**TINY, remat=remat)
+    policy = "params: .*=stochastic; activations: layers/attention:in=nearest_even"
+    model = mixprec.wrap(models.build(config), policy)
+    optimizer = optax.sgd(1.0)
+    results = []
+    for microbatches in (1, 2):
+        train_step = step.make_train_step(
+            model,
+            optimizer,
+            optax.constant_schedule(1e-3),
+            seed=0,
+            microbatches=microbatches,
+            separator=SEPARATOR,
+        )
+        _, measured = train_step(first_state(model, optimizer), documents())
+        results.append(measured.compute()["loss"])
+    assert abs(results[0] - results[1]) < 0.05 < results[0]
+    validate = step.make_validation_step(model, SEPARATOR)
+    params = first_state(model, optimizer).params
+    assert validate(params, documents()).compute()["val_loss"] > 0.05

@@ -54,7 +54,7 @@ class Checkpointer:
             (workdir / _FOLDER).resolve(),
             item_handlers={
                 "state": ocp.StandardCheckpointHandler(),
-                "data": grain.checkpoint.CheckpointHandler(),
+                "data": ocp.JsonCheckpointHandler(),
                 "run": ocp.JsonCheckpointHandler(),
             },
             options=ocp.CheckpointManagerOptions(
@@ -99,7 +99,8 @@ class Checkpointer:
             int(state.step),
             args=ocp.args.Composite(
                 state=ocp.args.StandardSave(state),
-                data=grain.checkpoint.CheckpointSave(data),
+                # The same in every process, so written once: see `data.Dataset`.
+                data=ocp.args.JsonSave(data.get_state()),
                 run=ocp.args.JsonSave(run),
             ),
             metrics=None if val_loss is None else {"val_loss": val_loss},
@@ -134,9 +135,10 @@ class Checkpointer:
             step,
             args=ocp.args.Composite(
                 state=ocp.args.StandardRestore(abstract),
-                data=grain.checkpoint.CheckpointRestore(data),
+                data=ocp.args.JsonRestore(),
             ),
         )
+        data.set_state(restored["data"])
         return restored["state"]
 
     def close(self) -> None:

@@ -1,33 +1,33 @@
-"""Real text as batches of bytes: which files, how they are split, in which order.
+"""Batches of tokens: from which corpora, in which portions, in which order.
 
-The default corpus is on every machine: the source of Python's own standard library. The
-same Python gives the same bytes, so the same batches.
+    files -> corpora (training, validation) -> windows -> order by grain -> batches
 
-    files -> split by a hash of each path -> one array of bytes -> windows -> grain
+A batch is chosen as numbers of windows, and only then read: so several processes can
+each read their own rows of it.
 """
 
 import dataclasses
 import functools
-import glob
-import hashlib
-import math
-import pathlib
-import platform
-import sysconfig
+import operator
 from collections.abc import Sequence
 
 import grain
 import numpy as np
 
-STANDARD_LIBRARY = "stdlib"
-VOCAB_SIZE = 256  # tokens are bytes
+from mixprec.training import corpus as corpus_lib
+from mixprec.training import fingerprint as fingerprint_lib
+from mixprec.training import mixture, text, tokens
+from mixprec.training import tokenizer as tokenizer_lib
 
-# Half of the standard library is tests, which are much alike.
-_LEFT_OUT_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
-# How this Python was compiled: differs between machines with the same version.
-_LEFT_OUT_FILES = {"_sysconfigdata*.py", "config-*/*.py"}
-# Between files. No text file contains it, so a model can tell where one ends.
-_SEPARATOR = b"\0"
+STANDARD_LIBRARY = text.STANDARD_LIBRARY
+VOCAB_SIZE = tokenizer_lib.ByteTokenizer.vocab_size
+TOKEN_DTYPES = ("uint16", "uint32")
+
+_AS_THE_DATA_SAY = -1
+_ALL = slice(None)
+_COUNTED = 2**25  # tokens at most whose frequencies are counted
+# Batches read ahead, and the threads that read them.
+_READ_OPTIONS = grain.ReadOptions(num_threads=8, prefetch_buffer_size=16)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,11 +35,18 @@ class DataConfig:
     """What to train on, and in what portions.
 
     Attributes:
-      path: "stdlib", or a text file, a folder (all files below it) or a glob; UTF-8.
-      sequence_length: bytes that a prediction may look back on.
+      path: "stdlib", or a file, a folder (all files below it) or a glob; of UTF-8 text
+        or of tokens (`.bin`, `.array_record`). Or a mixture: "path=weight, ...".
+      sequence_length: tokens that a prediction may look back on.
       batch_size: sequences in one optimizer step.
-      validation_fraction: of the files, chosen by a hash of their paths; of the bytes,
+      validation_fraction: of the files, chosen by a hash of their paths; of the tokens,
         the last ones, if there is one file only.
+      tokenizer: the JSON file of the tokenizer that made the tokens; "" for bytes, or
+        if it is not at hand.
+      token_dtype: of tokens in files that do not say: `.bin` without a header and
+        `.array_record`.
+      separator: the token between documents; -1 for the one that the data name.
+      document_mask: whether a prediction may look back on its own document only.
 
     Raises:
       ValueError: a value out of its range.
@@ -49,11 +56,15 @@ class DataConfig:
     sequence_length: int
     batch_size: int
     validation_fraction: float
+    tokenizer: str = ""
+    token_dtype: str = "uint16"
+    separator: int = _AS_THE_DATA_SAY
+    document_mask: bool = False
 
     def __post_init__(self) -> None:
         if not self.path:
             raise ValueError(
-                "`path` must be 'stdlib', a text file, a folder or a glob, got ''. "
+                "`path` must be 'stdlib', a file, a folder or a glob, got ''. "
                 "Correct config.data.path."
             )
         for name in ("sequence_length", "batch_size"):
@@ -67,240 +78,258 @@ class DataConfig:
                 "`validation_fraction` must lie between 0 and 1, got "
                 f"{self.validation_fraction}. Correct config.data.validation_fraction."
             )
+        if self.token_dtype not in TOKEN_DTYPES:
+            raise ValueError(
+                f"`token_dtype` must be one of {', '.join(TOKEN_DTYPES)}, got "
+                f"{self.token_dtype!r}. Correct config.data.token_dtype."
+            )
+        if self.separator < _AS_THE_DATA_SAY:
+            raise ValueError(
+                f"`separator` must be a token, or {_AS_THE_DATA_SAY} for the one that "
+                f"the data name, got {self.separator}. Correct config.data.separator."
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dataset:
-    """A corpus, split and ready to be read.
+    """Corpora, split and ready to be read.
 
     Attributes:
       config: what it was made from.
       seed: of the order of training windows.
-      train: [n] uint8.
-      validation: [m] uint8.
-      description: for people: where from, how many files and bytes.
+      corpora: one, or those of the mixture.
+      weights: share of each in every batch; they add up to 1.
+      vocab_size: above every token.
+      tokenizer: that of the tokens; None if it is not at hand.
+      mask_separator: the token at which a prediction stops to look back; None if it
+        looks on.
     """
 
     config: DataConfig
     seed: int
-    train: np.ndarray
-    validation: np.ndarray
-    description: str
+    corpora: tuple[corpus_lib.Corpus, ...]
+    weights: tuple[float, ...]
+    vocab_size: int
+    tokenizer: tokenizer_lib.Tokenizer | None
+    mask_separator: int | None
+
+    @property
+    def description(self) -> str:
+        """For people: where from, how many files and tokens."""
+        if len(self.corpora) == 1:
+            return f"data: {self.corpora[0].description}"
+        shares = zip(self.corpora, self.weights, strict=True)
+        return "\n".join(
+            f"data, {weight:.1%}: {corpus.description}" for corpus, weight in shares
+        )
+
+    @property
+    def unit(self) -> str:
+        """What a token is, for people: "byte" or "token"."""
+        return "byte" if {c.unit for c in self.corpora} == {"byte"} else "token"
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """A hash of all bytes and of the split between training and validation."""
-        digest = hashlib.sha256(len(self.train).to_bytes(8, "little"))
-        digest.update(self.train.data)
-        digest.update(self.validation.data)
-        return digest.hexdigest()
+        """A hash of the data and of the split between training and validation.
+
+        Of all text, and of samples from files of tokens: see `corpus.load`.
+        """
+        if len(self.corpora) == 1:
+            return self.corpora[0].fingerprint
+        return fingerprint_lib.of_parts([corpus.fingerprint for corpus in self.corpora])
 
     @functools.cached_property
     def baseline_loss(self) -> float:
-        """What predicting by the frequency of bytes in training costs, in nats a byte.
+        """What predicting by the frequency of tokens in training costs, in nats each.
 
-        The cross-entropy of the validation bytes; one is added to each count.
+        The cross-entropy of the validation tokens; one is added to each count. Of more
+        than 2^25 tokens in training or validation, of so many spread over all.
         """
-        counts = np.bincount(self.train, minlength=VOCAB_SIZE) + 1
-        log_frequencies = np.log(counts / counts.sum())
-        return float(-log_frequencies[self.validation].mean())
+        frequencies = np.zeros(self.vocab_size)
+        for corpus, weight in zip(self.corpora, self.weights, strict=True):
+            counted = tokens.sample(corpus.train, _COUNTED)
+            counts = np.bincount(counted, minlength=self.vocab_size) + 1
+            frequencies += weight * (counts / counts.sum())
+        log_frequencies = np.log(frequencies)
+        losses = (
+            -log_frequencies[tokens.sample(corpus.validation, _COUNTED)].mean()
+            for corpus in self.corpora
+        )
+        return float(sum(map(operator.mul, self.weights, losses)))
 
-    def train_iterator(self) -> grain.DatasetIterator:
+    def train_iterator(self, rows: slice = _ALL) -> grain.DatasetIterator:
         """Gives endless batches; each pass over the windows is shuffled anew.
 
+        Args:
+          rows: of each batch, to be read here. The batches, and the iterator's state,
+            are the same whatever rows are read.
+
         Returns:
-          An iterator of [batch_size, sequence_length + 1] int32, whose state
+          An iterator of [rows, sequence_length + 1] int32, whose state
           `grain.checkpoint.CheckpointSave` and `CheckpointRestore` take.
         """
-        windows = _Windows(self.train, self.config.sequence_length)
-        dataset = grain.MapDataset.source(windows).seed(self.seed).shuffle().repeat()
-        return iter(dataset.batch(self.config.batch_size, drop_remainder=True))
+        length = self.config.sequence_length
+        every = tokens.Windows([r for c in self.corpora for r in c.train], length)
+        parts, first = [], 0
+        for place, corpus in enumerate(self.corpora):
+            number = len(tokens.Windows(corpus.train, length))
+            # Equally long corpora are not to be walked through alike.
+            order = grain.MapDataset.range(first, first + number)
+            order = order.seed((self.seed + place) % 2**32)
+            parts.append(order.shuffle().repeat())
+            first += number
+        order = parts[0]
+        if len(parts) > 1:
+            order = grain.MapDataset.mix(parts, list(self.weights))
+        batches = order.batch(self.config.batch_size, drop_remainder=True)
+        read = batches.map(lambda batch: _stack(every, batch[rows]))
+        return iter(read.to_iter_dataset(_READ_OPTIONS))
 
-    def validation_batches(self, number: int) -> list[np.ndarray]:
-        """Gives the same batches each time, spread evenly over the validation bytes.
+    def validation_batches(self, number: int, rows: slice = _ALL) -> list[np.ndarray]:
+        """Gives the same batches each time, spread evenly over the validation tokens.
 
         Args:
           number: how many at most; fewer if there are not enough windows.
+          rows: of each batch, to be read here.
 
         Returns:
-          [batch_size, sequence_length + 1] int32 arrays.
+          [rows, sequence_length + 1] int32 arrays.
         """
-        windows = _Windows(self.validation, self.config.sequence_length)
         size = self.config.batch_size
-        number = min(number, len(windows) // size)
-        chosen = np.linspace(0, len(windows) - 1, number * size).astype(int)
+        parts = [
+            tokens.Windows(corpus.validation, self.config.sequence_length)
+            for corpus in self.corpora
+        ]
+        for windows, weight in zip(parts, self.weights, strict=True):
+            number = min(number, max(1, int(len(windows) / weight) // size))
+        boundaries = np.rint(np.cumsum([0.0, *self.weights]) * number * size)
+        chosen = [
+            (windows, place)
+            for windows, share in zip(parts, np.diff(boundaries), strict=True)
+            for place in windows.spread(int(share))
+        ]
         return [
-            np.stack([windows[place] for place in part])
-            for part in chosen.reshape(number, size)
+            np.stack([windows[place] for windows, place in chosen[start:][:size][rows]])
+            for start in range(0, number * size, size)
         ]
 
 
-def load(config: DataConfig, *, seed: int) -> Dataset:
-    """Reads and splits the corpus.
+def load(config: DataConfig, *, seed: int, vocab_size: int = VOCAB_SIZE) -> Dataset:
+    """Finds and splits the corpora; reads text, and opens files of tokens.
 
     Args:
       config: what to read.
       seed: of the order of training windows.
+      vocab_size: of the model; above every token.
 
     Returns:
-      The corpus.
+      The corpora.
 
     Raises:
-      FileNotFoundError: the path, or anything that its glob matches, does not exist.
-      ValueError: a folder without files, a file that is not UTF-8 text, or too little
-        text for one batch of training or of validation.
+      FileNotFoundError: a path, or anything that its glob matches, does not exist.
+      ImportError: a tokenizer's file is named and `tokenizers` is not installed.
+      ValueError: a file does not hold what its name promises, or a token that the
+        vocabulary has not; corpora, tokenizer and model do not fit together; or too
+        little data for one batch of training or of validation.
       OSError: a file cannot be read.
     """
-    root, files = _find_files(config.path)
-    texts = {path.relative_to(root).as_posix(): _read(path) for path in files}
-    if len(texts) == 1:
-        (text,) = texts.values()
-        train, validation = _split_bytes(text, config.validation_fraction)
-        split = "the last bytes are for validation"
-    else:
-        train_files, validation_files = _split_files(texts, config.validation_fraction)
-        train, validation = _join(texts, train_files), _join(texts, validation_files)
-        split = f"{len(validation_files)} files are for validation"
-    for name, part in (("training", train), ("validation", validation)):
-        windows = len(_Windows(part, config.sequence_length))
-        if windows < config.batch_size:
-            needed = config.batch_size * config.sequence_length + 1
+    parts = mixture.parse(config.path)
+    corpora = tuple(
+        corpus_lib.load(
+            part.path,
+            validation_fraction=config.validation_fraction,
+            vocab_size=vocab_size,
+            token_dtype=config.token_dtype,
+        )
+        for part in parts
+    )
+    tokenizer = _find_tokenizer(config, corpora)
+    sizes = {corpus.path: corpus.vocab_size for corpus in corpora}
+    if config.tokenizer and tokenizer is not None:
+        sizes[config.tokenizer] = tokenizer.vocab_size
+    for name, size in sizes.items():
+        if size is not None and size > vocab_size:
             raise ValueError(
-                f"{config.path!r} must give {name} at least {needed:,} bytes, one "
-                f"batch of {config.batch_size} sequences of "
-                f"{config.sequence_length}, got {len(part):,}. Take more text or lower "
-                "config.data.batch_size or config.data.sequence_length."
+                f"`vocab_size` must be at least {size:,}, that of {name!r}, got "
+                f"{vocab_size:,}. Correct config.model.vocab_size."
             )
+    for corpus, part in zip(corpora, parts, strict=True):
+        _check_size(config, corpus, part.weight)
+        for rows in (corpus.train, corpus.validation):
+            corpus_lib.probe(rows, config.sequence_length)
+    known = [size for size in sizes.values() if size is not None]
+    is_known = all(corpus.vocab_size is not None for corpus in corpora)
     return Dataset(
         config=config,
         seed=seed,
-        train=train,
-        validation=validation,
-        description=(
-            f"data: {_describe(config.path)}, {len(files):,} files, "
-            f"{len(train):,} bytes for training, {len(validation):,} for validation "
-            f"({split})"
-        ),
+        corpora=corpora,
+        weights=tuple(part.weight for part in parts),
+        vocab_size=max(known) if is_known else vocab_size,
+        tokenizer=tokenizer,
+        mask_separator=_find_separator(config, corpora, vocab_size),
     )
 
 
-class _Windows(Sequence):
-    """Windows over bytes, each one byte longer than a sequence, as inputs and targets.
-
-    Neighbours share one byte, so that each byte but the first is predicted once.
-    """
-
-    def __init__(self, data: np.ndarray, sequence_length: int):
-        self._data = data
-        self._length = sequence_length
-
-    def __len__(self) -> int:
-        return max(0, (len(self._data) - 1) // self._length)
-
-    def __getitem__(self, place: int) -> np.ndarray:  # type: ignore[override]
-        start = place * self._length
-        return self._data[start : start + self._length + 1].astype(np.int32)
+def _stack(windows: tokens.Windows, places: Sequence[int]) -> np.ndarray:
+    return np.stack([windows[int(place)] for place in places])
 
 
-def _find_files(path: str) -> tuple[pathlib.Path, list[pathlib.Path]]:
-    """Gives the folder that relative paths begin at, and the files in a fixed order."""
-    if path == STANDARD_LIBRARY:
-        root = pathlib.Path(sysconfig.get_paths()["stdlib"])
-        files = [file for file in root.rglob("*.py") if _belongs(file, root)]
-        return root, _in_order(files, root)
-    expanded = pathlib.Path(path).expanduser()
-    if expanded.is_file():
-        return expanded.parent, [expanded]
-    if expanded.is_dir():
-        files = [
-            file
-            for file in expanded.rglob("*")
-            if file.is_file() and not _is_hidden(file.relative_to(expanded))
-        ]
-        if not files:
-            raise ValueError(
-                f"{path!r} must hold text files, but the folder is empty. "
-                "Correct config.data.path."
-            )
-        return expanded, _in_order(files, expanded)
-    matches = [pathlib.Path(m) for m in glob.glob(str(expanded), recursive=True)]
-    files = [match for match in matches if match.is_file()]
-    if not files:
-        what = "match" if glob.has_magic(path) else "be"
-        raise FileNotFoundError(
-            f"{path!r} must {what} a text file (or be 'stdlib' or a folder), got "
-            f"{'something else' if matches else 'nothing'} there, as seen from "
-            f"{pathlib.Path.cwd()}. Correct config.data.path."
-        )
-    # The part of the glob before its first wildcard.
-    root = next(
-        folder for folder in expanded.parents if not glob.has_magic(str(folder))
-    )
-    return root, _in_order(files, root)
-
-
-def _in_order(files: list[pathlib.Path], root: pathlib.Path) -> list[pathlib.Path]:
-    """Sorts by relative path, by code points: folders list differently on machines."""
-    return sorted(files, key=lambda file: file.relative_to(root).as_posix())
-
-
-def _belongs(file: pathlib.Path, root: pathlib.Path) -> bool:
-    relative = file.relative_to(root)
-    return not (
-        _LEFT_OUT_FOLDERS.intersection(relative.parts[:-1])
-        or any(relative.match(pattern) for pattern in _LEFT_OUT_FILES)
-        or _is_hidden(relative)
-        or not file.is_file()
-    )
-
-
-def _is_hidden(relative: pathlib.Path) -> bool:
-    return any(part.startswith(".") for part in relative.parts)
-
-
-def _read(path: pathlib.Path) -> bytes:
-    text = path.read_bytes()
-    try:
-        text.decode()
-    except UnicodeDecodeError as error:
+def _find_tokenizer(
+    config: DataConfig, corpora: Sequence[corpus_lib.Corpus]
+) -> tokenizer_lib.Tokenizer | None:
+    """Gives the tokenizer that all corpora were made with, if it is at hand."""
+    known = {c.tokenizer: c.path for c in corpora if c.tokenizer is not None}
+    if len(known) > 1:
         raise ValueError(
-            f"{str(path)!r} must be UTF-8 text, got byte {text[error.start]:#04x} at "
-            f"{error.start}. Convert it, or choose the text files by a glob in "
-            "config.data.path."
-        ) from error
-    return text
+            "`path` must mix what one tokenizer made, got different ones for "
+            f"{' and '.join(map(repr, known.values()))}. Prepare both with the same."
+        )
+    tokenizer = tokenizer_lib.load(config.tokenizer)
+    for identity, path in known.items():
+        if config.tokenizer and identity != tokenizer.identity:
+            what = "bytes" if identity == "bytes" else "another tokenizer's tokens"
+            raise ValueError(
+                f"`tokenizer` must be the one that made {path!r}, which is {what}, got "
+                f"{config.tokenizer!r}. Correct config.data.tokenizer, or make tokens "
+                "of the text: python -m mixprec.training.prepare --help."
+            )
+    if config.tokenizer or tokenizer.identity in known:
+        return tokenizer
+    return None
 
 
-def _split_bytes(text: bytes, fraction: float) -> tuple[np.ndarray, np.ndarray]:
-    data = np.frombuffer(text, np.uint8)
-    boundary = len(data) - math.ceil(len(data) * fraction)
-    return data[:boundary], data[boundary:]
+def _find_separator(
+    config: DataConfig, corpora: Sequence[corpus_lib.Corpus], vocab_size: int
+) -> int | None:
+    if not config.document_mask:
+        return None
+    if config.separator != _AS_THE_DATA_SAY:
+        if config.separator >= vocab_size:
+            raise ValueError(
+                f"`separator` must be below `vocab_size` = {vocab_size:,}, got "
+                f"{config.separator:,}. Correct config.data.separator."
+            )
+        return config.separator
+    found = {corpus.separator for corpus in corpora}
+    if len(found) > 1 or None in found:
+        raise ValueError(
+            "`separator` must be given for `document_mask`, as the data name "
+            f"{' and '.join(sorted(map(str, found)))}, got {config.separator}. Set "
+            "config.data.separator, or config.data.document_mask=False."
+        )
+    (separator,) = found
+    return separator
 
 
-def _split_files(
-    names: Sequence[str] | dict[str, bytes], fraction: float
-) -> tuple[list[str], list[str]]:
-    """Splits by a hash, so that a file stays on its side when others come and go.
-
-    Of few files chance may leave all on one side: then the one with the least hash is
-    for validation.
-    """
-
-    def share(name: str) -> float:
-        digest = hashlib.sha256(name.encode(errors="surrogateescape")).digest()
-        return int.from_bytes(digest[:8], "big") / 2**64
-
-    least = min(names, key=share)
-    validation = [name for name in names if share(name) < fraction or name == least]
-    chosen = set(validation)
-    return [name for name in names if name not in chosen], validation
-
-
-def _join(texts: dict[str, bytes], names: list[str]) -> np.ndarray:
-    return np.frombuffer(_SEPARATOR.join(texts[name] for name in names), np.uint8)
-
-
-def _describe(path: str) -> str:
-    if path == STANDARD_LIBRARY:
-        return f"standard library of Python {platform.python_version()}"
-    return path
+def _check_size(config: DataConfig, corpus: corpus_lib.Corpus, weight: float) -> None:
+    """Refuses a corpus that cannot fill its share of one batch."""
+    length = config.sequence_length
+    share = max(1, round(config.batch_size * weight))
+    for name, rows in (("training", corpus.train), ("validation", corpus.validation)):
+        if len(tokens.Windows(rows, length)) < share:
+            raise ValueError(
+                f"{corpus.path!r} must give {name} at least {share * length + 1:,} "
+                f"{corpus.unit}s, one batch of {share} sequences of {length}, got "
+                f"{sum(len(row) for row in rows):,}. Take more data or lower "
+                "config.data.batch_size or config.data.sequence_length."
+            )

@@ -11,7 +11,6 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import rich.console
 import rich.progress
@@ -126,13 +125,14 @@ def train(
 
     Args:
       model: maps [batch, length] int32 tokens to logits; wrapped, if it is to round.
+        See `step.token_loss` for what it takes besides with masked documents.
       config: see `RunConfig`.
       workdir: receives `checkpoints/`, `metrics.jsonl`, a TensorBoard event file and
         `config.json`; made if absent.
       console: for tables, progress and the sample.
 
     Returns:
-      `val_loss` at the end and `baseline_loss`, that of the byte frequencies.
+      `val_loss` at the end and `baseline_loss`, that of the tokens' frequencies.
 
     Raises:
       FloatingPointError: the loss is not finite.
@@ -162,24 +162,32 @@ def train(
     with contextlib.closing(
         checkpoint_lib.Checkpointer(workdir, config.checkpoint)
     ) as checkpointer:
-        batches = dataset.train_iterator()
+        rows = config.layout.rows(dataset.config.batch_size)
+        batches = dataset.train_iterator(rows)
         train_state = _resume(checkpointer, train_state, batches, run, steps, console)
-        (workdir / _CONFIG_FILE).write_text(
-            json.dumps(config.resolved, indent=2) + "\n"
-        )
+        if jax.process_index() == 0:
+            text = json.dumps(config.resolved, indent=2) + "\n"
+            (workdir / _CONFIG_FILE).write_text(text)
         with contextlib.closing(
-            metrics.MetricsWriter(workdir, resume_step=int(train_state.step))
+            metrics.make_writer(workdir, resume_step=int(train_state.step))
         ) as writer:
             trainer = _Trainer(model, boxes, optimizer, config, writer, console)
             train_state, val_loss = trainer.run(train_state, batches, checkpointer, run)
 
     console.print(
-        f"validation loss {val_loss:.4f} nats a byte; "
-        f"byte frequencies alone {dataset.baseline_loss:.4f}"
+        f"validation loss {val_loss:.4f} nats a {dataset.unit}; "
+        f"{dataset.unit} frequencies alone {dataset.baseline_loss:.4f}"
     )
-    if config.sample.length:
+    if config.sample.length and dataset.tokenizer is None:
+        console.print("no sample: config.data.tokenizer is not set")
+    elif config.sample.length:
         text = sample.generate(
-            model, train_state.params, config.sample, seed=config.seed
+            model,
+            train_state.params,
+            config.sample,
+            seed=config.seed,
+            tokenizer=dataset.tokenizer,
+            whole=config.layout.sharding(),
         )
         console.rule("sample")
         console.print(text, markup=False, highlight=False)
@@ -197,7 +205,7 @@ class _Trainer:
         boxes: Any,
         optimizer: optax.GradientTransformation,
         config: RunConfig,
-        writer: metrics.MetricsWriter,
+        writer: metrics.Writer,
         console: rich.console.Console,
     ):
         self._config = config.train
@@ -206,7 +214,7 @@ class _Trainer:
         data = config.dataset.config
         self._tokens_per_step = data.batch_size * data.sequence_length
         self._validation = config.dataset.validation_batches(
-            config.train.validation_batches
+            config.train.validation_batches, config.layout.rows(data.batch_size)
         )
         self._writer = writer
         self._console = console
@@ -218,8 +226,11 @@ class _Trainer:
             seed=config.seed,
             microbatches=config.train.microbatches,
             boxes=boxes,
+            separator=config.dataset.mask_separator,
         )
-        self._validation_step = step.make_validation_step(model, boxes)
+        self._validation_step = step.make_validation_step(
+            model, boxes, config.dataset.mask_separator
+        )
 
     def run(
         self,
@@ -283,17 +294,15 @@ class _Trainer:
         return val_loss
 
     def _measure(self, train_state: state.TrainState) -> float:
-        total = metrics.ValidationMetrics.empty()
+        measured = []
         for batch in self._validation:
             tokens = self._place(batch)
             with self._layout.context():
-                measured = self._validation_step(train_state.params, tokens)
-            total = total.merge(measured)
-        return metrics.to_floats(total)["val_loss"]
+                measured.append(self._validation_step(train_state.params, tokens))
+        return metrics.to_floats(*measured)["val_loss"]
 
     def _place(self, batch: Any) -> jax.Array:
-        rows = self._layout.rows(self._batch_size)
-        return self._layout.place(batch[rows].astype(np.int32), self._batch_size)
+        return self._layout.place(batch, self._batch_size)
 
 
 class _Clock:

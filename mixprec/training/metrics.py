@@ -2,9 +2,10 @@
 
 import json
 import pathlib
-from typing import Any
+from typing import Any, Protocol
 
 import flax
+import jax
 import tensorboardX
 from clu import metrics
 
@@ -27,9 +28,38 @@ class ValidationMetrics(metrics.Collection):
     val_loss: metrics.Average.from_output("loss")  # type: ignore[valid-type]
 
 
-def to_floats(collection: metrics.Collection) -> dict[str, float]:
-    """Computes the metrics on the host; waits for the device."""
-    return {name: float(value) for name, value in collection.compute().items()}
+def to_floats(*collections: metrics.Collection) -> dict[str, float]:
+    """Computes the metrics of several steps on the host; waits for the device."""
+    # Arrays of several processes cannot meet those of one, as `empty()` has them.
+    total, *others = jax.device_get(collections)
+    for other in others:
+        total = total.merge(other)
+    return {name: float(value) for name, value in total.compute().items()}
+
+
+class Writer(Protocol):
+    """Where metrics go."""
+
+    def write(self, step: int, scalars: dict[str, float]) -> None:
+        """Writes some scalars of a step."""
+
+    def close(self) -> None:
+        """Ends writing."""
+
+
+def make_writer(workdir: pathlib.Path, *, resume_step: int) -> Writer:
+    """Gives what writes metrics: in the first process `MetricsWriter`, else nothing."""
+    if jax.process_index() == 0:
+        return MetricsWriter(workdir, resume_step=resume_step)
+    return _NoWriter()
+
+
+class _NoWriter:
+    def write(self, step: int, scalars: dict[str, float]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 class MetricsWriter:

@@ -1,4 +1,4 @@
-"""Text from a trained byte-level model."""
+"""Text from a trained model."""
 
 import dataclasses
 import functools
@@ -7,6 +7,9 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from mixprec.training.tokenizer import ByteTokenizer, Tokenizer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -14,9 +17,9 @@ class SampleConfig:
     """What to generate at the end of training.
 
     Attributes:
-      prompt: text to go on from; at least one byte in UTF-8.
-      length: bytes to generate; 0 for none.
-      temperature: divides the logits; 0 takes the likeliest byte each time.
+      prompt: text to go on from; at least one token.
+      length: tokens to generate; 0 for none.
+      temperature: divides the logits; 0 takes the likeliest token each time.
 
     Raises:
       ValueError: a value out of its range.
@@ -37,38 +40,61 @@ class SampleConfig:
                 )
 
 
-def generate(model: nn.Module, params: Any, config: SampleConfig, *, seed: int) -> str:
+def generate(
+    model: nn.Module,
+    params: Any,
+    config: SampleConfig,
+    *,
+    seed: int,
+    tokenizer: Tokenizer | None = None,
+    whole: jax.sharding.Sharding | None = None,
+) -> str:
     """Goes on from a prompt.
 
     Args:
-      model: maps [batch, length] int32 bytes to [batch, length, 256] logits, causally.
+      model: maps [batch, length] int32 tokens to [batch, length, vocabulary] logits,
+        causally.
       params: its parameters.
       config: what to generate.
       seed: of the draws.
+      tokenizer: of the tokens; that of bytes by default.
+      whole: of what every device of all processes is to have; by default as JAX
+        chooses.
 
     Returns:
       The prompt and what follows; bytes that are not UTF-8 replaced.
+
+    Raises:
+      ValueError: the tokenizer makes nothing of the prompt.
     """
-    prompt = config.prompt.encode()
+    tokenizer = tokenizer or ByteTokenizer()
+    (prompt,) = tokenizer.encode([config.prompt])
+    if not len(prompt):
+        raise ValueError(
+            "`prompt` must give at least one token, got none from "
+            f"{config.prompt!r}. Correct config.sample.prompt."
+        )
     length = len(prompt) + config.length
-    text = jnp.zeros((1, length), jnp.int32)
-    text = text.at[0, : len(prompt)].set(jnp.asarray(list(prompt), jnp.int32))
-    text = _fill(
-        model, params, text, jax.random.key(seed), len(prompt), config.temperature
+    # In NumPy: arrays of one process cannot meet those of several.
+    text = np.zeros((1, length), np.int32)
+    text[0, : len(prompt)] = prompt
+    fill = functools.partial(
+        _fill, model, start=len(prompt), temperature=config.temperature
     )
-    return bytes(text[0].tolist()).decode(errors="replace")
+    text = jax.jit(fill, out_shardings=whole)(params, text, np.uint32(seed))
+    return tokenizer.decode(text[0].tolist())
 
 
-@functools.partial(jax.jit, static_argnames=("model", "start", "temperature"))
 def _fill(
     model: nn.Module,
     params: Any,
     text: jax.Array,
-    key: jax.Array,
+    seed: jax.Array,
     start: int,
     temperature: float,
 ) -> jax.Array:
-    """Replaces the bytes from `start` on, one after the other."""
+    """Replaces the tokens from `start` on, one after the other."""
+    key = jax.random.key(seed)
 
     def fill_one(place: jax.Array, text: jax.Array) -> jax.Array:
         # The whole text each time: what stands after `place` is invisible to it, and
@@ -76,10 +102,10 @@ def _fill(
         all_logits: Any = model.apply({"params": params}, text)
         logits = all_logits[0, place - 1]
         if temperature == 0:
-            byte = jnp.argmax(logits)
+            token = jnp.argmax(logits)
         else:
             draw = jax.random.fold_in(key, place)
-            byte = jax.random.categorical(draw, logits / temperature)
-        return text.at[0, place].set(byte.astype(jnp.int32))
+            token = jax.random.categorical(draw, logits / temperature)
+        return text.at[0, place].set(token.astype(jnp.int32))
 
     return jax.lax.fori_loop(start, text.shape[1], fill_one, text)

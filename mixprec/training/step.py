@@ -24,6 +24,7 @@ def make_train_step(
     seed: int,
     microbatches: int,
     boxes: Any = None,
+    separator: int | None = None,
 ) -> TrainStep:
     """Gives the compiled step, which consumes the state that it is given.
 
@@ -40,6 +41,7 @@ def make_train_step(
         memory.
       boxes: that tell the model how its parameters are split, as `state.make_boxes`
         gives them; None to tell it nothing.
+      separator: see `token_loss`.
 
     Returns:
       A function of (state, [batch, length + 1] int32 tokens); batch must divide by
@@ -56,7 +58,7 @@ def make_train_step(
             rngs = {RNG_STREAM: jax.random.fold_in(step_key, number)}
             loss, gradient = jax.value_and_grad(
                 lambda params: token_loss(
-                    model, in_boxes(params, boxes), tokens_of_part, rngs
+                    model, in_boxes(params, boxes), tokens_of_part, rngs, separator
                 )
             )(state.params)
             return jax.tree.map(jnp.add, total, gradient), loss
@@ -88,7 +90,9 @@ def make_train_step(
     return jax.jit(step, donate_argnums=0)
 
 
-def make_validation_step(model: nn.Module, boxes: Any = None) -> ValidationStep:
+def make_validation_step(
+    model: nn.Module, boxes: Any = None, separator: int | None = None
+) -> ValidationStep:
     """Gives the compiled measurement of (params, [batch, length + 1] int32 tokens).
 
     `boxes` is as for `make_train_step`. It passes no random stream, so stochastic
@@ -96,7 +100,7 @@ def make_validation_step(model: nn.Module, boxes: Any = None) -> ValidationStep:
     """
 
     def step(params: Any, tokens: jax.Array) -> ValidationMetrics:
-        loss = token_loss(model, in_boxes(params, boxes), tokens, rngs=None)
+        loss = token_loss(model, in_boxes(params, boxes), tokens, None, separator)
         return ValidationMetrics.single_from_model_output(loss=loss)
 
     return jax.jit(step)
@@ -120,7 +124,11 @@ def in_boxes(params: Any, boxes: Any) -> Any:
 
 
 def token_loss(
-    model: nn.Module, params: Any, tokens: jax.Array, rngs: dict[str, jax.Array] | None
+    model: nn.Module,
+    params: Any,
+    tokens: jax.Array,
+    rngs: dict[str, jax.Array] | None,
+    separator: int | None = None,
 ) -> jax.Array:
     """Gives the mean cross-entropy of each next token.
 
@@ -129,10 +137,31 @@ def token_loss(
       params: its parameters.
       tokens: [batch, length + 1] int32.
       rngs: random streams for the model.
+      separator: the token between documents, if the model is to look back on one
+        document only; it then takes the documents' numbers as its second argument.
 
     Returns:
       [] float32, in nats a token.
     """
-    logits = model.apply({"params": params}, tokens[:, :-1], rngs=rngs)
+    inputs = tokens[:, :-1]
+    segments = () if separator is None else (number_documents(inputs, separator),)
+    logits = model.apply({"params": params}, inputs, *segments, rngs=rngs)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
     return jnp.mean(losses)
+
+
+def number_documents(tokens: jax.Array, separator: int) -> jax.Array:
+    """Gives the number of the document that each token belongs to in its row.
+
+    A separator is predicted from the document that it ends, as every token is; as input
+    it opens the next. So the first token of a document is predicted from the separator
+    alone, as it is where a document stands by itself, and no loss has to be left out.
+
+    Args:
+      tokens: [batch, length] int32.
+      separator: the token between documents.
+
+    Returns:
+      [batch, length] int32, from 0.
+    """
+    return jnp.cumsum(tokens == separator, axis=1, dtype=jnp.int32)
