@@ -106,8 +106,8 @@ def test_initial_weights_are_the_same_on_every_mesh():
 # Compiled for TPUs
 
 
-def collectives(name, policy, precision, **sizes):
-    """Compiles the train step; gives what it sends for weights, in bytes by dtype."""
+def compile_for(name, policy, *, dtype="float32", **sizes):
+    """Compiles the train step of a model in float32 products; gives its operations."""
     config = models.TransformerConfig(
         vocab_size=512,
         num_layers=2,
@@ -116,6 +116,7 @@ def collectives(name, policy, precision, **sizes):
         num_kv_heads=8,
         mlp_width=1024,
         remat="full",
+        dtype=dtype,
     )
     model = models.build(config)
     model = mixprec.wrap(model, policy) if policy else model
@@ -133,22 +134,65 @@ def collectives(name, policy, precision, **sizes):
     tokens = jax.ShapeDtypeStruct(
         (64, 129), jnp.int32, sharding=layout.sharding("batch")
     )
-    with layout.context(), jax.default_matmul_precision(precision):
+    # Or else XLA narrows float32 to bfloat16 by itself, before it gathers.
+    with layout.context(), jax.default_matmul_precision("highest"):
         compiled = train_step.lower(abstract, tokens).compile()
     return program.operations(compiled.as_text())
 
 
-def sent(operations, *, forward):
-    """Adds up bytes by dtype of collectives over 64 KiB, gradients apart."""
+LAYERS = 2 * (4 * 512 * 512 + 3 * 512 * 1024)  # parameters, of kernels alone
+EMBEDDING = 512 * 512
+# In the forward pass, and those of layers in the recomputation.
+GATHERED = 2 * LAYERS + EMBEDDING
+# The embedding's from both of its uses.
+REDUCED = LAYERS + 2 * EMBEDDING
+
+
+def sent(operations, *, gradients):
+    """Adds up the bytes, by dtype, of collectives of whole kernels.
+
+    On a large mesh this compiler gathers by sums too, of shards among zeros; what is
+    summed for a gradient has the name of the operation that makes it.
+    """
     total = {}
     for operation in program.collectives(operations):
-        is_gradient = "transpose(" in operation.name and not (
-            "sharding_constraint" in operation.name or "checkpoint" in operation.name
+        is_gradient = operation.kind == "all-reduce" and operation.name.endswith(
+            ("dot_general", "scatter-add")
         )
-        for dtype, size in operation.bytes_by_dtype.items():
-            if size >= 2**16 and is_gradient != forward:
-                total[dtype] = total.get(dtype, 0) + size * operation.times
+        for dtype, shape in operation.result:
+            if np.prod(shape) >= EMBEDDING and is_gradient == gradients:
+                size = int(np.prod(shape)) * program.size_of(dtype) * operation.times
+                total[dtype] = total.get(dtype, 0) + size
     return total
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.parametrize(("name", "fsdp"), [("v5p:2x2x2", 8), ("v5p:4x4x4", 64)])
+def test_what_is_rounded_is_gathered_in_half_the_bytes(name, fsdp):
+    kernels = compile_for(name, f"{STOCHASTIC}; backend=pallas", fsdp=fsdp)
+    assert sent(kernels, gradients=False) == {"bf16": 2 * GATHERED}
+    assert sent(kernels, gradients=True) == {"f32": 4 * REDUCED}
+    # The kernel rounds the shard.
+    shards = [o for o in kernels if "tpu_custom_call" in o.text]
+    elements = [int(np.prod(shape)) for o in shards for _, shape in o.result]
+    assert len(elements) == 2 * 7 + 1
+    assert max(elements) == 512 * 1024 // fsdp
+
+
+@pytest.mark.tpu_compile
+def test_what_is_not_rounded_is_gathered_whole():
+    plain = compile_for("v5p:4x4x4", "", fsdp=64)
+    assert sent(plain, gradients=False)["f32"] >= 4 * GATHERED
+    # Nor does XLA gather what it has rounded, without being told to.
+    untold = compile_for("v5p:4x4x4", STOCHASTIC.replace("fsdp", "data"), fsdp=64)
+    assert sent(untold, gradients=False)["f32"] >= 4 * GATHERED
+
+
+@pytest.mark.tpu_compile
+def test_gradients_are_summed_in_the_dtype_of_products():
+    operations = compile_for("v5p:4x4x4", STOCHASTIC, dtype="bfloat16", fsdp=64)
+    assert sent(operations, gradients=False) == {"bf16": 2 * GATHERED}
+    assert sent(operations, gradients=True) == {"bf16": 2 * REDUCED}
 
 
 # Errors
