@@ -71,8 +71,14 @@ def wrap(module: nnx.Module, policy: Policy, rngs: Any = None) -> nnx.Module:
 
     Raises:
       TypeError: `rngs` is something else.
-      ValueError: `rngs` has neither a stream for rounding nor a default one.
+      ValueError: `rngs` has neither a stream for rounding nor a default one, or the
+        policy asks to gather.
     """
+    if policy.gather:
+        raise ValueError(
+            "`gather` must be left out of the policy of an NNX module, whose Variables "
+            f"are gathered as XLA chooses, got {'+'.join(policy.gather)!r}. Drop it."
+        )
     if isinstance(rngs, nnx.Rngs) and not hasattr(rngs, scopes.RNG_STREAM):
         raise ValueError(
             f'`rngs` must have a stream "{scopes.RNG_STREAM}" or "default", got '

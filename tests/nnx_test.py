@@ -932,3 +932,9 @@ def test_explain_takes_arguments_by_name_and_wants_a_wrapped_module():
     assert [row.path for row in rows if row.mode] == ["linear:out"]
     with pytest.raises(TypeError, match="from mixprec.wrap, got a plain Options"):
         explain(model, X)
+
+
+def test_gathering_is_for_linen():
+    policy = Policy.from_text("params: .*=nearest_even; gather=fsdp")
+    with pytest.raises(ValueError, match="`gather` must be left out .*, got 'fsdp'"):
+        wrap(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), policy)

@@ -54,6 +54,7 @@ def test_policies_are_equal_and_hash_by_value():
         {"out_dtype": "bfloat16"},
         {"seed": 4},
         {"backend": "xla"},
+        {"gather": ("fsdp",)},
     ],
 )
 def test_policies_that_differ_in_one_field_are_not_equal(change):
@@ -106,6 +107,10 @@ def test_what_is_no_tuple_of_rules_is_refused(field, rules):
             "of auto, pallas, xla, got 'cuda'. Leave it out for 'auto'",
         ),
         ("backend", None, "of auto, pallas, xla, got None"),
+        ("gather", "fsdp+", r"names of mesh axes joined by '\+', got 'fsdp\+'"),
+        ("gather", ("a b",), r"names of mesh axes .*, got \('a b',\)"),
+        ("gather", None, "names of mesh axes .*, got None"),
+        ("gather", (1,), r"names of mesh axes .*, got \(1,\)"),
         ("seed", -1, "an integer from 0 to .*, got -1"),
         ("seed", 2**64, "an integer from 0 to .*, got 18446744073709551616"),
         ("seed", True, "an integer from 0 to .*, got True"),
@@ -159,6 +164,7 @@ POLICY = Policy(
     out_dtype="bfloat16",
     seed=2**64 - 1,
     backend="xla",
+    gather=("fsdp", "data"),
 )
 
 
@@ -167,7 +173,8 @@ def test_a_policy_reads_and_prints_as_text():
         "params: .*/scale=keep, .*=stochastic(dtype=float8_e4m3fn); "
         'activations: "a;b":in=to_odd, mlp:out=nearest_even; '
         "gradients: .*=stochastic, mlp:out=nearest_even; "
-        "out_dtype=bfloat16; seed=18446744073709551615; backend=xla"
+        "out_dtype=bfloat16; seed=18446744073709551615; backend=xla; "
+        "gather=fsdp+data"
     )
     assert str(POLICY) == text
     assert Policy.from_text(text) == POLICY

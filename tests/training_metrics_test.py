@@ -102,12 +102,23 @@ def test_loss_is_averaged_over_microbatches_and_merges():
 
 
 def test_validation_loss_is_averaged_over_batches():
-    total = metrics.ValidationMetrics.empty()
-    for loss in (1.0, 4.0):
-        total = total.merge(
-            metrics.ValidationMetrics.single_from_model_output(loss=jnp.float32(loss))
-        )
-    assert metrics.to_floats(total) == {"val_loss": 2.5}
+    measured = [
+        metrics.ValidationMetrics.single_from_model_output(loss=jnp.float32(loss))
+        for loss in (1.0, 4.0)
+    ]
+    assert metrics.to_floats(*measured) == {"val_loss": 2.5}
+
+
+def test_of_several_processes_only_the_first_writes(tmp_path, monkeypatch):
+    for process in (0, 1):
+        monkeypatch.setattr(metrics.jax, "process_index", lambda: process)  # noqa: B023
+        workdir = tmp_path / str(process)
+        workdir.mkdir()
+        writer = metrics.make_writer(workdir, resume_step=0)
+        writer.write(1, {"loss": 2.0})
+        writer.close()
+    assert lines(tmp_path / "0") == [{"step": 1, "loss": 2.0}]
+    assert not list((tmp_path / "1").iterdir())
 
 
 def test_is_finite():
