@@ -27,6 +27,7 @@ def keys(config, prefix=""):
 def test_every_config_becomes_a_wrapped_model_and_a_run(name):
     config = get_config(name)
     model = train.build_model(config)
+    config.train.microbatches = 1  # the eight devices of the tests split them
     run = train.build_run(config)
     tokens = jax.ShapeDtypeStruct((1, run.dataset.config.sequence_length), jnp.int32)
     logits = jax.eval_shape(

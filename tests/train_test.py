@@ -131,9 +131,9 @@ def test_killed_and_run_again_from_another_folder_it_gives_the_same_losses(
 def test_on_a_mesh_it_trains_as_on_one_device_and_either_resumes_the_other(
     corpus, tmp_path
 ):
-    plain = {"policy.params": "", "policy.activations": "", "train.steps": 20}
-    mesh = plain | {"mesh.fsdp": 2, "mesh.tensor": 2, "model.num_kv_heads": 2}
-    one = plain | {"model.num_kv_heads": 2}
+    plain = {"policy.params": "", "policy.activations": ""}
+    one = plain | {"train.steps": 20, "train.microbatches": 1, "model.num_kv_heads": 2}
+    mesh = one | {"mesh.fsdp": 2, "mesh.tensor": 2}
 
     def losses(workdir):
         return [entry["loss"] for entry in metrics(workdir) if "loss" in entry]
@@ -160,7 +160,7 @@ def test_on_a_mesh_it_trains_as_on_one_device_and_either_resumes_the_other(
     [
         ({"mesh.data": 3}, "config.mesh must make up the 2 devices that there are"),
         ({"mesh.tensor": 2}, "must divide config.model.num_kv_heads = 1, got 2 parts"),
-        ({"data.batch_size": 3}, "config.train.microbatches = 3, got 2 parts for"),
+        ({"data.batch_size": 6}, "config.train.microbatches = 3, got 2 parts for"),
         ({"mesh.rules": "batch=dta"}, "`rules` must name axes of the mesh"),
         ({"mesh.rules": "batch=data"}, "`rules` must have one for 'vocab'"),
     ],

@@ -150,13 +150,10 @@ def train(
         seed=config.seed,
         sequence_length=dataset.config.sequence_length,
     )
-    console.print(
-        parameter_overview.get_parameter_overview(
-            train_state.params, include_stats=False
-        ),
-        markup=False,
-        highlight=False,
+    overview = parameter_overview.get_parameter_overview(
+        train_state.params, include_stats=False
     )
+    console.print(overview, markup=False, highlight=False)
 
     run = {"config": config.resolved, "data_fingerprint": dataset.fingerprint}
     with contextlib.closing(
@@ -178,22 +175,30 @@ def train(
         f"validation loss {val_loss:.4f} nats a {dataset.unit}; "
         f"{dataset.unit} frequencies alone {dataset.baseline_loss:.4f}"
     )
-    if config.sample.length and dataset.tokenizer is None:
-        console.print("no sample: config.data.tokenizer is not set")
-    elif config.sample.length:
-        text = sample.generate(
-            model,
-            train_state.params,
-            config.sample,
-            seed=config.seed,
-            tokenizer=dataset.tokenizer,
-            whole=config.layout.sharding(),
-        )
-        console.rule("sample")
-        console.print(text, markup=False, highlight=False)
-        console.rule()
+    if config.sample.length:
+        _print_sample(model, train_state.params, config, console)
     console.print(f"in {workdir}: checkpoints/, {_CONFIG_FILE}, metrics.jsonl, events")
     return {"val_loss": val_loss, "baseline_loss": dataset.baseline_loss}
+
+
+def _print_sample(
+    model: nn.Module, params: Any, config: RunConfig, console: rich.console.Console
+) -> None:
+    tokenizer = config.dataset.tokenizer
+    if tokenizer is None:
+        console.print("no sample: config.data.tokenizer is not set")
+        return
+    text = sample.generate(
+        model,
+        params,
+        config.sample,
+        seed=config.seed,
+        tokenizer=tokenizer,
+        whole=config.layout.sharding(),
+    )
+    console.rule("sample")
+    console.print(text, markup=False, highlight=False)
+    console.rule()
 
 
 class _Trainer:
