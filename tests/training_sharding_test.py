@@ -32,11 +32,15 @@ STOCHASTIC = "params: .*/scale=keep, .*=stochastic; gather=fsdp"
 
 
 def train(policy, layout, steps):
-    """Gives the losses, and what is left at the end."""
+    """Gives the losses from weights made on one device, and what is left at the end."""
     model = models.build(CONFIG)
     model = mixprec.wrap(model, policy) if policy else model
     optimizer = optax.adamw(1e-2)
-    current = state.init_state(model, optimizer, layout, seed=0, sequence_length=LENGTH)
+    first = state.init_state(
+        model, optimizer, layouts.make(), seed=0, sequence_length=LENGTH
+    )
+    split = state.abstract_state(model, optimizer, layout, sequence_length=LENGTH)
+    current = jax.device_put(first, jax.tree.map(lambda leaf: leaf.sharding, split))
     train_step = step.make_train_step(
         model,
         optimizer,
@@ -83,24 +87,29 @@ def test_on_every_mesh_the_first_step_draws_alike(sizes, backend, on_one_device)
     losses, _ = train(f"{STOCHASTIC}; backend={backend}", layouts.make(**sizes), 1)
     expected, _ = on_one_device[STOCHASTIC]
     np.testing.assert_allclose(losses, expected, rtol=2**-21)
-    # Other draws would show.
-    other = f"{STOCHASTIC}; seed=1".replace("stochastic", "toward_zero")
-    assert abs(train(other, layouts.make(), 1)[0] / expected - 1).max() > 2**-18
 
 
-def test_initial_weights_are_the_same_on_every_mesh():
-    def bits(layout):
+def test_other_draws_show_in_the_first_loss(on_one_device):
+    other, _ = train(STOCHASTIC.replace("stochastic", "toward_zero"), layouts.make(), 1)
+    expected, _ = on_one_device[STOCHASTIC]
+    assert abs(other / expected - 1).max() > 2**-18
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_initial_weights_are_from_the_same_draws_on_every_mesh(sizes):
+    def init(layout):
         model, optimizer = models.build(CONFIG), optax.sgd(1.0)
         first = state.init_state(
             model, optimizer, layout, seed=0, sequence_length=LENGTH
         )
         return [np.asarray(leaf) for leaf in jax.tree.leaves(first.params)]
 
-    for sizes in MESHES:
-        for found, expected in zip(
-            bits(layouts.make(**sizes)), bits(layouts.make()), strict=True
-        ):
-            np.testing.assert_array_equal(found, expected)
+    for found, expected in zip(
+        init(layouts.make(**sizes)), init(layouts.make()), strict=True
+    ):
+        # The polynomials of a normal draw, with or without fused multiply-adds, as the
+        # shard's shape has it: 2 ulp of the last step, and what the steps before pass.
+        np.testing.assert_array_max_ulp(found, expected, maxulp=4)
 
 
 # Compiled for TPUs
@@ -152,12 +161,15 @@ def sent(operations, *, gradients):
     """Adds up the bytes, by dtype, of collectives of whole kernels.
 
     On a large mesh this compiler gathers by sums too, of shards among zeros; what is
-    summed for a gradient has the name of the operation that makes it.
+    summed for a gradient has the name of the operation that makes it, and that is not
+    one of the recomputation.
     """
     total = {}
     for operation in program.collectives(operations):
-        is_gradient = operation.kind == "all-reduce" and operation.name.endswith(
-            ("dot_general", "scatter-add")
+        is_gradient = (
+            operation.kind == "all-reduce"
+            and operation.name.endswith(("dot_general", "scatter-add"))
+            and "rematted_computation" not in operation.name
         )
         for dtype, shape in operation.result:
             if np.prod(shape) >= EMBEDDING and is_gradient == gradients:

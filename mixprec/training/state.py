@@ -175,7 +175,8 @@ def init_state(
       model: maps [batch, length] int32 tokens to logits.
       optimizer: of the master weights.
       layout: how the state is split.
-      seed: of the initial weights, which are the same however they are split.
+      seed: of the initial weights: the same draws however they are split, to the last
+        bits, which depend on how the compiler evaluates a shard.
       sequence_length: of the tokens that the model is initialised with.
 
     Returns:
